@@ -1,0 +1,129 @@
+"""Section `policy.dsv4`: what this package adds to a NeMo-RL recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nemo_rl_dsv4.config.section import Section
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+TrainMode = Literal["bf16", "qat", "fp8"]
+ProfileName = Literal[
+    "auto", "bf16", "vllm-hopper", "vllm-blackwell", "vllm-rocm-gfx950", "vllm-rocm-gfx942", "deepseek-reference"
+]
+
+
+class FakeQuant(Section):
+    """Which tensors the trainer rounds the way the rollout does. Null follows `train_mode`: on in `qat`, else off."""
+
+    weights: bool | None = None
+    """Weights of quantized linear layers and of the experts."""
+    linear_inputs: bool | None = None
+    """Inputs of quantized linear layers."""
+    o_proj: bool | None = None
+    """Input of the attention output projection."""
+    experts: bool | None = None
+    """Input of the routed experts, and what stands between their two products."""
+    kv: bool | None = None
+    """Entries of the KV cache, sliding-window and compressed."""
+    indexer: bool | None = None
+    """Queries and keys of the sparse-attention indexer."""
+
+    def resolved(self, train_mode: TrainMode) -> dict[str, bool]:
+        """Site group -> whether it is rounded in training, nulls replaced by what `train_mode` means."""
+        follow = train_mode == "qat"
+        return {name: follow if value is None else value for name, value in self}
+
+
+class WarmStart(Section):
+    """Supervised steps on worked answers before RL, so that the tiny model has something to improve."""
+
+    steps: NonNegative = 140
+    """Optimizer steps; 0 leaves the random weights."""
+    batch_size: Positive = 32
+    """Worked answers in a step."""
+    lr: Annotated[float, Field(gt=0.0)] = 3e-3
+    """Learning rate of AdamW at the first step; it falls linearly to 0."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """AdamW's weight decay."""
+    betas: list[Annotated[float, Field(ge=0.0, lt=1.0)]] = Field([0.9, 0.95], min_length=2, max_length=2)
+    """AdamW's momentum factors."""
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """Gradient norm is clipped to this."""
+
+
+class TinyModel(Section):
+    """A whole DeepSeek-V4, only small: every kind of layer, made on the first run. Used when `model_name` is `tiny`."""
+
+    hidden_size: Positive = 128
+    """Width of the residual stream."""
+    num_hidden_layers: Positive = 5
+    """Transformer layers."""
+    compress_ratios: list[Literal[0, 4, 128]] = [0, 0, 4, 128, 4]
+    """One per layer: 0 sees the sliding window only, 4 and 128 also compressed entries."""
+    num_attention_heads: Positive = 4
+    """Query heads; keys and values are shared by all."""
+    head_dim: Positive = 80
+    """Channels of a head, RoPE included."""
+    qk_rope_head_dim: Positive = 16
+    """Trailing channels of a head that carry RoPE."""
+    q_lora_rank: Positive = 64
+    """Width between the two query projections."""
+    o_lora_rank: Positive = 64
+    """Width between the two output projections, per group."""
+    o_groups: Positive = 2
+    """Groups of the first output projection; divides the heads."""
+    sliding_window: Positive = 32
+    """Tokens that every layer sees uncompressed."""
+    index_n_heads: Positive = 4
+    """Heads of the indexer."""
+    index_head_dim: Positive = 32
+    """Channels of an indexer head."""
+    index_topk: Positive = 64
+    """Compressed entries that the indexer lets through."""
+    n_routed_experts: Positive = 8
+    """Routed experts in a layer."""
+    n_shared_experts: Positive = 1
+    """Shared experts in a layer."""
+    num_experts_per_tok: Positive = 2
+    """Routed experts that a token visits."""
+    moe_intermediate_size: Positive = 192
+    """Width of an expert; 192 is one whole and one partial block of 128."""
+    num_hash_layers: NonNegative = 1
+    """Leading layers whose experts are looked up by token id."""
+    swiglu_limit: Annotated[float, Field(gt=0.0)] = 10.0
+    """Clamp of the expert activations."""
+    routed_scaling_factor: Annotated[float, Field(gt=0.0)] = 1.5
+    """Factor on the routing weights."""
+    hc_mult: Positive = 4
+    """Streams of the hyper-connections."""
+    hc_sinkhorn_iters: Positive = 20
+    """Sinkhorn iterations of the hyper-connections."""
+    max_position_embeddings: Positive = 1024
+    """Longest sequence the model takes."""
+    seed: NonNegative = 42
+    """Seed of the random weights and of the warm start."""
+    cache_dir: str = "results/checkpoints"
+    """Folder under which the finished checkpoint is kept, by a hash of these settings."""
+    warm_start: WarmStart = WarmStart()
+    """Supervised start."""
+
+
+class DSV4(Section):
+    """Numerics of training and rollout."""
+
+    train_mode: TrainMode = "qat"
+    """`bf16` rounds nothing, `qat` rounds where the rollout rounds, `fp8` also multiplies in FP8."""
+    rollout_profile: ProfileName = "auto"
+    """The rollout's rounding rules; `auto` is resolved on the worker that owns the GPU."""
+    fake_quant: FakeQuant = FakeQuant()
+    """Exceptions to what `train_mode` rounds."""
+    router_replay: bool = False
+    """Train with the experts that the rollout chose."""
+    cpu_processes: Positive = 1
+    """Policy processes when `cluster.gpus_per_node` is 0."""
+    tiny: TinyModel | None = None
+    """The tiny model; needed when `policy.model_name` is `tiny`."""

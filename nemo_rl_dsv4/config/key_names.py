@@ -1,0 +1,87 @@
+"""The keys that a recipe may hold, and the nearest of them to a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterator
+from functools import cache
+
+from pydantic import BaseModel
+
+from nemo_rl_dsv4.config.section import DisabledSection
+
+
+def section_of(annotation: object) -> type[BaseModel] | None:
+    """The section class inside an annotation such as ``Section | None`` or ``list[Section]``; None for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in typing.get_args(annotation):
+        found = section_of(part)
+        if found is not None:
+            return found
+    return None
+
+
+def fields_of(section: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
+    """Key as written in YAML -> class of the subsection under it, or None where a value stands."""
+    return {info.alias or name: section_of(info.annotation) for name, info in section.model_fields.items()}
+
+
+def key_paths(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key path of a section, subsections before their keys."""
+    for key, child in fields_of(section).items():
+        yield prefix + key
+        if child is not None and not issubclass(child, DisabledSection):
+            yield from key_paths(child, f"{prefix}{key}.")
+
+
+@cache
+def _all_paths(section: type[BaseModel]) -> tuple[str, ...]:
+    return tuple(key_paths(section))
+
+
+def is_known(root: type[BaseModel], path: str) -> bool:
+    """Whether the schema has this key path; anything may stand under an open mapping."""
+    section: type[BaseModel] | None = root
+    for key in path.split("."):
+        if section is None:
+            return True
+        if issubclass(section, DisabledSection):
+            return True
+        fields = fields_of(section)
+        if key not in fields:
+            return False
+        section = fields[key]
+        if section is None:
+            return True
+    return True
+
+
+def nearest(root: type[BaseModel], path: str) -> str:
+    """The valid key path that `path` most likely means.
+
+    In this order: a very similar name in the same section, the same last name elsewhere, a similar name in the same
+    section, a similar last name elsewhere, a similar whole path, the closest key of the deepest section that exists.
+    """
+    paths = _all_paths(root)
+    parent, _, name = path.rpartition(".")
+    siblings = {p.rpartition(".")[2]: p for p in paths if p.rpartition(".")[0] == parent}
+    same_name = [p for p in paths if p.rpartition(".")[2] == name]
+    for cutoff in (0.8, 0.6):
+        near = difflib.get_close_matches(name, siblings, n=1, cutoff=cutoff)
+        if near:
+            return siblings[near[0]]
+        if same_name:
+            return max(same_name, key=lambda p: difflib.SequenceMatcher(None, p, path).ratio())
+    near = difflib.get_close_matches(name, {p.rpartition(".")[2] for p in paths}, n=1, cutoff=0.75)
+    if near:
+        candidates = [p for p in paths if p.rpartition(".")[2] == near[0]]
+        return max(candidates, key=lambda p: difflib.SequenceMatcher(None, p, path).ratio())
+    near = difflib.get_close_matches(path, [p for p in paths if not path.startswith(p + ".")], n=1, cutoff=0.6)
+    if near:
+        return near[0]
+    while parent and parent not in paths:
+        parent = parent.rpartition(".")[0]
+    siblings = [p for p in paths if p.rpartition(".")[0] == parent]
+    return max(siblings, key=lambda p: difflib.SequenceMatcher(None, p, path).ratio(), default=parent)
