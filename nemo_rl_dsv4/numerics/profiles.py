@@ -1,0 +1,232 @@
+"""Which site of the model each rollout engine rounds, and how: data, one profile per engine and vendor.
+
+Weights carry no amax floor: the exporter makes them, and a floor would lose blocks under 1e-7. Activation, KV and indexer
+floors are the kernels' own. Sources name the engine version the row was read from; "[?]" marks what was not verified.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from nemo_rl_dsv4.numerics.blockwise import QuantSpec
+from nemo_rl_dsv4.numerics.formats import NumericsError
+
+SITES = (
+    "linear.weight",
+    "linear.input",
+    "o_proj.input",
+    "expert.weight",
+    "expert.input",
+    "expert.hidden",
+    "kv.swa",
+    "kv.compressed",
+    "indexer.q",
+    "indexer.k",
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One row of a profile: the rounding (None: not quantized), where it was read, and what to know about it."""
+
+    spec: QuantSpec | None
+    source: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class RolloutProfile:
+    """Everything a trainer must copy from one rollout engine.
+
+    routing_weight_after_down: the expert's routing weight multiplies the output of the down GEMM, not its input.
+    hidden_bf16_steps: after which steps of clamp -> silu -> product the expert hidden state is rounded to BF16.
+    swiglu_clamp: gate <= limit and up in +-limit (the model's swiglu_limit) on routed experts.
+    o_proj_bf16_after_rope: BF16 rounding between the inverse RoPE (FP32) and the o_proj quantization.
+    kv_swa_bf16_steps / kv_compressed_bf16_steps / indexer_k_bf16_steps: BF16 casts on the way to quantization, each
+    after the named step. indexer_hadamard: Walsh-Hadamard transform of q and k before quantization.
+    indexer_q_scale_in_head_weights: the q scale multiplies the FP32 head weights instead of the codes.
+    yarn_on_window_layers: YaRN is also applied on ratio-0 layers.
+    """
+
+    name: str
+    title: str
+    sites: Mapping[str, Site]
+    routing_weight_after_down: bool = True
+    hidden_bf16_steps: tuple[str, ...] = ("product",)
+    swiglu_clamp: bool = True
+    o_proj_bf16_after_rope: bool = False
+    kv_swa_bf16_steps: tuple[str, ...] = ("norm", "rope")
+    kv_compressed_bf16_steps: tuple[str, ...] = ("nope",)
+    indexer_k_bf16_steps: tuple[str, ...] = ("rope",)
+    indexer_hadamard: bool = False
+    indexer_q_scale_in_head_weights: bool = True
+    yarn_on_window_layers: bool = False
+
+    def site(self, name: str) -> QuantSpec | None:
+        """Rounding of one site of :data:`SITES`, None where the engine does not quantize it."""
+        return self.row(name).spec
+
+    def row(self, name: str) -> Site:
+        """The whole row of one site; NumericsError lists the valid names."""
+        if name not in self.sites:
+            raise NumericsError(f"unknown rounding site {name!r}; valid: {', '.join(SITES)}")
+        return self.sites[name]
+
+    def rows(self) -> list[dict[str, str]]:
+        """The profile as table rows, sites first and then the rounding steps; every value is a string."""
+        table = []
+        for name in SITES:
+            row = self.sites[name]
+            cells = {"site": name, **_spec_cells(row.spec), "source": row.source, "note": row.note}
+            table.append(cells)
+        for step, value in self.steps().items():
+            table.append(
+                {"site": step, **dict.fromkeys(_CELLS, ""), "format": value, "source": "", "note": "rounding step"}
+            )
+        return table
+
+    def steps(self) -> dict[str, str]:
+        """The rounding steps around the sites, as printable values."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "title", "sites")}
+        return {k: ("yes" if v else "no") if isinstance(v, bool) else ", ".join(v) or "none" for k, v in values.items()}
+
+
+_CELLS = ("format", "groups", "scale", "rounding", "amax floor", "kept")
+
+
+def _spec_cells(spec: QuantSpec | None) -> dict[str, str]:
+    if spec is None:
+        return {**dict.fromkeys(_CELLS, "-"), "format": "not quantized"}
+    fmt = f"{spec.fmt} (max {spec.max_value:g})"
+    rounding = spec.scale_rounding if spec.scale == "ue8m0" else "-"
+    groups = f"{spec.block[0]}x{spec.block[1]}"
+    return dict(
+        zip(_CELLS, (fmt, groups, spec.scale, rounding, f"{spec.amax_floor:g}", f"{spec.keep_last}"), strict=True)
+    )
+
+
+def diff(left: RolloutProfile, right: RolloutProfile) -> list[dict[str, str]]:
+    """Where two profiles part: one row per differing cell, with keys site, field and the two profile names."""
+    found = []
+    for a, b in zip(left.rows(), right.rows(), strict=True):
+        for cell in _CELLS:
+            if a[cell] != b[cell]:
+                found.append({"site": a["site"], "field": cell, left.name: a[cell], right.name: b[cell]})
+    return found
+
+
+_WEIGHT = QuantSpec("e4m3fn", (128, 128), "ue8m0")
+_GROUP = QuantSpec("e4m3fn", (1, 128), "ue8m0", amax_floor=1e-10, scale_rounding="log2f")
+_KV = QuantSpec("e4m3fn", (1, 64), "ue8m0", amax_floor=1e-4, keep_last=64, scale_rounding="log2f")
+_INDEXER = QuantSpec("e4m3fn", (1, 128), "ue8m0", amax_floor=1e-4, scale_rounding="log2f")
+# Clamping the scale at 1e-4 instead of amax: the smallest UE8M0 scale is 2^-13.
+_KV_SCALE_FLOOR = replace(_KV, amax_floor=448 * 1e-4)
+_VLLM = "vLLM 0.26.0"
+
+
+def _vllm_cuda(group: QuantSpec, kv_compressed: QuantSpec, o_proj: QuantSpec) -> dict[str, Site]:
+    weight_note = "exported without a floor; the engine re-quantizes with floor 1e-4, lossless for power-of-two scales"
+    return {
+        "linear.weight": Site(_WEIGHT, _VLLM, weight_note),
+        "linear.input": Site(group, _VLLM, "VLLM_USE_DEEP_GEMM_E8M0=1; float scales with 0"),
+        "o_proj.input": Site(o_proj, _VLLM, "always UE8M0; inverse RoPE in FP32, no rounding before quantization"),
+        "expert.weight": Site(_WEIGHT, _VLLM, "expert_dtype fp8; a block never spans two experts"),
+        "expert.input": Site(group, _VLLM),
+        "expert.hidden": Site(group, _VLLM, "after clamp and SwiGLU, before the down GEMM"),
+        "kv.swa": Site(_KV, _VLLM, "fp8_ds_mla, last 64 RoPE dims stay BF16"),
+        "kv.compressed": Site(kv_compressed, _VLLM, "C4 and C128 entries; scale clamped at 1e-4, so s >= 2^-13"),
+        "indexer.q": Site(_INDEXER, _VLLM, "per head"),
+        "indexer.k": Site(_INDEXER, _VLLM, "whole head, scale kept in float32"),
+    }
+
+
+def _vllm_rocm(fmt: str) -> dict[str, Site]:
+    def on(spec: QuantSpec) -> QuantSpec:
+        return replace(spec, fmt=fmt, fnuz_max=224.0)
+
+    group = QuantSpec("e4m3fn", (1, 128), "float32", amax_floor=1e-10)
+    weight_note = "stored UE8M0 e4m3fn" + ("" if fmt == "e4m3fn" else ", read as fnuz with scale * 2: same values")
+    return {
+        "linear.weight": Site(on(_WEIGHT), _VLLM, weight_note),
+        "linear.input": Site(on(group), _VLLM, "float scale, not a power of two"),
+        "o_proj.input": Site(None, _VLLM, "wo_a is a BF16 einsum"),
+        "expert.weight": Site(on(_WEIGHT), _VLLM, weight_note),
+        "expert.input": Site(on(group), _VLLM),
+        "expert.hidden": Site(on(group), _VLLM),
+        "kv.swa": Site(on(_KV), _VLLM, "Triton form"),
+        "kv.compressed": Site(on(_KV), _VLLM, "Triton form: amax, not the scale, is clamped at 1e-4"),
+        "indexer.q": Site(on(_INDEXER), _VLLM, "per head"),
+        "indexer.k": Site(on(_INDEXER), _VLLM, "whole head"),
+    }
+
+
+def _deepseek_reference() -> dict[str, Site]:
+    source = "DeepSeek inference code"
+    group = QuantSpec("e4m3fn", (1, 128), "ue8m0", amax_floor=1e-4)
+    fp4 = QuantSpec("e2m1", (1, 32), "ue8m0", amax_floor=6 * 2.0**-126)
+    return {
+        "linear.weight": Site(_WEIGHT, source),
+        "linear.input": Site(group, source),
+        "o_proj.input": Site(None, source, "wo_a runs in BF16 [?]"),
+        "expert.weight": Site(QuantSpec("e2m1", (1, 32), "ue8m0"), source, "Flash; Flash-Base has FP8 128x128"),
+        "expert.input": Site(group, source),
+        "expert.hidden": Site(group, source),
+        "kv.swa": Site(replace(_KV, scale_rounding="bits"), source),
+        "kv.compressed": Site(replace(_KV, scale_rounding="bits"), source),
+        "indexer.q": Site(fp4, source, "Hadamard (scale d^-0.5) first"),
+        "indexer.k": Site(fp4, source, "Hadamard (scale d^-0.5) first"),
+    }
+
+
+_BITS_GROUP = replace(_GROUP, scale_rounding="bits")
+
+PROFILES: dict[str, RolloutProfile] = {
+    profile.name: profile
+    for profile in (
+        RolloutProfile(
+            "bf16",
+            "BF16 rollout: nothing is quantized",
+            {name: Site(None, "by definition") for name in SITES},
+        ),
+        RolloutProfile(
+            "vllm-hopper",
+            "vLLM 0.26.0 with DeepGEMM on H100/H200",
+            _vllm_cuda(_GROUP, _KV_SCALE_FLOOR, _GROUP),
+            hidden_bf16_steps=("clamp", "silu", "product"),
+            yarn_on_window_layers=True,
+        ),
+        RolloutProfile(
+            "vllm-blackwell",
+            "vLLM 0.26.0 with DeepGEMM on B200/B300",
+            _vllm_cuda(_BITS_GROUP, _KV_SCALE_FLOOR, _BITS_GROUP),
+            yarn_on_window_layers=True,
+        ),
+        RolloutProfile(
+            "vllm-rocm-gfx950",
+            "vLLM 0.26.0 on MI355X (OCP FP8)",
+            _vllm_rocm("e4m3fn"),
+            yarn_on_window_layers=True,
+        ),
+        RolloutProfile(
+            "vllm-rocm-gfx942",
+            "vLLM 0.26.0 on MI300X/MI325X (FNUZ FP8, max 224)",
+            _vllm_rocm("e4m3fnuz"),
+            yarn_on_window_layers=True,
+        ),
+        RolloutProfile(
+            "deepseek-reference",
+            "DeepSeek's own inference code",
+            _deepseek_reference(),
+            routing_weight_after_down=False,
+            indexer_hadamard=True,
+            indexer_q_scale_in_head_weights=False,
+        ),
+    )
+}
+
+
+def get_profile(name: str) -> RolloutProfile:
+    """The profile called ``name``; NumericsError lists the valid ones. ``auto`` must be resolved where the GPU is."""
+    if name not in PROFILES:
+        hint = "; 'auto' is resolved on the worker that owns the device, not here" if name == "auto" else ""
+        raise NumericsError(f"unknown rollout profile {name!r}; valid: {', '.join(PROFILES)}{hint}")
+    return PROFILES[name]
