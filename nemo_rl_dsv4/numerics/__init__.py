@@ -1,6 +1,6 @@
-"""What a rollout engine rounds, as data and pure functions: the one source of truth for QAT, refit, engines and reports."""
+"""What a rollout engine rounds, as data and pure functions: the one source of truth for QAT, refit and reports."""
 
-from nemo_rl_dsv4.numerics.blockwise import Quantized, QuantSpec, dequantize, quantize
+from nemo_rl_dsv4.numerics.blockwise import Quantized, dequantize, quantize
 from nemo_rl_dsv4.numerics.fake_quant import fake_quant
 from nemo_rl_dsv4.numerics.formats import (
     NumericsError,
@@ -10,6 +10,7 @@ from nemo_rl_dsv4.numerics.formats import (
     unpack_e2m1,
 )
 from nemo_rl_dsv4.numerics.profiles import PROFILES, SITES, RolloutProfile, diff, get_profile
+from nemo_rl_dsv4.numerics.spec import QuantSpec
 
 __all__ = [
     "PROFILES",

@@ -144,5 +144,6 @@ def require_power_of_two(scale: Tensor, *, name: str) -> None:
         index = tuple(bad.nonzero()[0].tolist())
         value = float(scale[index])
         raise NumericsError(
-            f"{name}{list(index)} is {value!r}, not a positive power of two: quantize with scale='ue8m0' before storing E8M0"
+            f"{name}{list(index)} is {value!r}, not a positive power of two: "
+            "quantize with scale='ue8m0' before storing E8M0"
         )

@@ -1,14 +1,15 @@
 """Which site of the model each rollout engine rounds, and how: data, one profile per engine and vendor.
 
-Weights carry no amax floor: the exporter makes them, and a floor would lose blocks under 1e-7. Activation, KV and indexer
-floors are the kernels' own. Sources name the engine version the row was read from; "[?]" marks what was not verified.
+Weights carry no amax floor: the exporter makes them, and a floor would lose blocks under 1e-7. Activation, KV and
+indexer floors are the kernels' own. Sources name the engine version the row was read from; "[?]" marks what was not
+verified.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from nemo_rl_dsv4.numerics.blockwise import QuantSpec
 from nemo_rl_dsv4.numerics.formats import NumericsError
+from nemo_rl_dsv4.numerics.spec import QuantSpec
 
 SITES = (
     "linear.weight",

@@ -91,7 +91,7 @@ def test_fake_quant_has_the_bits_of_the_two_step_form(name: str, dtype: torch.dt
 
 
 def test_scale_is_rounded_before_the_values_are_divided() -> None:
-    """C001: dividing by the unrounded scale and storing the rounded one cost a relative error of 0.65 instead of 0.026."""
+    """C001: dividing by the unrounded scale and storing the rounded one cost a relative error of 0.65, not 0.026."""
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(4))
     error = (fake_quant(x, WEIGHT) - x).norm() / x.norm()
     assert error < 0.03  # measured 0.0264
