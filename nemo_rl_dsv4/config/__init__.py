@@ -2,5 +2,6 @@
 
 from nemo_rl_dsv4.config.load import load_config
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.validate import validate
 
-__all__ = ["MasterConfig", "load_config"]
+__all__ = ["MasterConfig", "load_config", "validate"]

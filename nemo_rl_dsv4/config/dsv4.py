@@ -49,7 +49,7 @@ class WarmStart(Section):
     """Learning rate of AdamW at the first step; it falls linearly to 0."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """AdamW's weight decay."""
-    betas: list[Annotated[float, Field(ge=0.0, lt=1.0)]] = Field([0.9, 0.95], min_length=2, max_length=2)
+    betas: list[Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     """AdamW's momentum factors."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Gradient norm is clipped to this."""

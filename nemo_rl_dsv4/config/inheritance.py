@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_rl_dsv4.config.nodes import child, is_plain_mapping
 from nemo_rl_dsv4.errors import UserError
 
 OVERRIDE_MARK = "_override_"
@@ -32,14 +34,13 @@ def load_layers(path: Path) -> list[tuple[Path, DictConfig]]:
 
 def merge_layers(layers: list[tuple[Path, DictConfig]]) -> DictConfig:
     """One mapping out of `load_layers`; interpolations stay unresolved."""
-    merged = OmegaConf.create({})
+    merged = DictConfig({})
     for path, layer in layers:
         _drop_overridden(merged, layer)
         try:
-            merged = OmegaConf.merge(merged, _without_marks(layer))
+            merged.merge_with(_without_marks(layer))
         except OmegaConfBaseException as error:
             raise UserError(f"{path}: {_first_line(error)}") from error
-    assert isinstance(merged, DictConfig)
     return merged
 
 
@@ -56,11 +57,11 @@ def _load(path: Path, chain: tuple[Path, ...], shown: Path) -> list[tuple[Path, 
 
 
 def _parent_names(parents: object, shown: Path) -> list[str]:
-    names = list(parents) if isinstance(parents, ListConfig) else [] if parents is None else [parents]
-    for name in names:
-        if not isinstance(name, str):
-            raise UserError(f"{shown}: `defaults:` holds {name!r}; it takes a path or a list of paths")
-    return names
+    names: list[object] = list(parents) if isinstance(parents, ListConfig) else [] if parents is None else [parents]
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong:
+        raise UserError(f"{shown}: `defaults:` holds {wrong[0]!r}; it takes a path or a list of paths")
+    return [str(name) for name in names]
 
 
 def _read(path: Path, shown: Path, chain: tuple[Path, ...]) -> DictConfig:
@@ -96,26 +97,24 @@ def _similar_file(path: Path) -> str:
 def _drop_overridden(merged: DictConfig, layer: DictConfig) -> None:
     """Removes from `merged` each section that `layer` marks with `_override_: true`."""
     for key in layer:
-        value = layer._get_node(key)
-        if not isinstance(value, DictConfig) or value._is_none() or value._is_interpolation() or key not in merged:
+        value, below = child(layer, str(key)), child(merged, str(key))
+        if not is_plain_mapping(value) or below is None:
             continue
         if value.get(OVERRIDE_MARK, False):
             merged.pop(key)
-        else:
-            child = merged._get_node(key)
-            if isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
-                _drop_overridden(child, value)
+        elif is_plain_mapping(below):
+            _drop_overridden(below, value)
 
 
 def _without_marks(layer: DictConfig) -> DictConfig:
-    def strip(node: object) -> object:
+    def strip(node: Any) -> Any:
         if isinstance(node, dict):
             return {k: strip(v) for k, v in node.items() if k != OVERRIDE_MARK}
         if isinstance(node, list):
             return [strip(v) for v in node]
         return node
 
-    return OmegaConf.create(strip(OmegaConf.to_container(layer, resolve=False)))  # pyright: ignore[reportReturnType]
+    return DictConfig(strip(OmegaConf.to_container(layer, resolve=False)))
 
 
 def _first_line(error: BaseException) -> str:

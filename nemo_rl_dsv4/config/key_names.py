@@ -13,7 +13,7 @@ from nemo_rl_dsv4.config.section import DisabledSection
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """The section class inside an annotation such as ``Section | None`` or ``list[Section]``; None for a plain value."""
+    """The section class inside an annotation such as ``Section | None``; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for part in typing.get_args(annotation):

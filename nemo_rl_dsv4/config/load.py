@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from nemo_rl_dsv4.config.inheritance import load_layers, merge_layers
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.nodes import descend
 from nemo_rl_dsv4.config.old_branch_flags import map_old_flags
 from nemo_rl_dsv4.config.overrides import apply_overrides
 from nemo_rl_dsv4.config.report import user_error
@@ -69,12 +70,6 @@ def _origin(key_path: str, layers: list[tuple[Path, DictConfig]], overrides: lis
         if key_path == name or key_path.startswith(name + "."):
             return f"override {text!r}"
     for file, layer in reversed(layers):
-        node: object = layer
-        for key in key_path.split("."):
-            if not isinstance(node, DictConfig) or node._is_none() or node._is_interpolation():
-                node = None
-                break
-            node = node._get_node(key, validate_access=False)
-        if node is not None:
+        if descend(layer, key_path) is not None:
             return str(file)
     return ""

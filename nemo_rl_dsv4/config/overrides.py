@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_dsv4.config.key_names import is_known, nearest
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.nodes import descend
 from nemo_rl_dsv4.errors import UserError
 
 
@@ -42,7 +43,7 @@ def _apply(config: DictConfig, override: Override, text: str) -> None:
 
 
 def _apply_value(config: DictConfig, override: Override, key: str, text: str) -> None:
-    present = _is_present(config, key)
+    present = descend(config, key) is not None
     if override.is_delete():
         if not present:
             raise UserError(
@@ -69,15 +70,3 @@ def _apply_value(config: DictConfig, override: Override, key: str, text: str) ->
             raise UserError(f"{text!r}: the recipe does not set {key}; write +{text} to add it")
         raise UserError(f"{text!r}: unknown key {key}; did you mean {nearest(MasterConfig, key)}?")
     OmegaConf.update(config, key, value, merge=True)
-
-
-def _is_present(config: DictConfig, key: str) -> bool:
-    """Whether the recipe has this key, null values included and without resolving interpolations."""
-    node: object = config
-    for name in key.split("."):
-        if not isinstance(node, DictConfig) or node._is_none() or node._is_interpolation():
-            return False
-        node = node._get_node(name, validate_access=False)
-        if node is None:
-            return False
-    return True

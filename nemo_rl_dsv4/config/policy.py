@@ -29,7 +29,7 @@ class Tokenizer(Section):
 class Backend(Section):
     """AutoModel's choice of implementation for each kind of layer."""
 
-    target: str | None = Field(None, alias="_target_")
+    target: str | None = Field(default=None, alias="_target_")
     """Class path that NeMo-RL writes here; only AutoModel's BackendConfig fits."""
     attn: Literal["sdpa", "eager", "tilelang"] = "sdpa"
     """Attention: `sdpa` and `eager` run anywhere, `tilelang` on NVIDIA GPUs."""
@@ -71,7 +71,7 @@ class AutomodelKwargs(Section):
 class DTensorCfg(Section):
     """Parallel sizes and memory settings of the trainer."""
 
-    v2: bool = Field(True, alias="_v2")
+    v2: bool = Field(default=True, alias="_v2")
     """NeMo-RL's second DTensor worker; the only one that knows expert parallelism."""
     enabled: Literal[True] = True
     """Only ``true``: AutoModel trains through DTensor."""
@@ -110,7 +110,7 @@ class OptimizerKwargs(Section):
     """Learning rate."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
     """Decoupled weight decay."""
-    betas: list[Annotated[float, Field(ge=0.0, lt=1.0)]] = Field([0.9, 0.999], min_length=2, max_length=2)
+    betas: list[Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
     """Decay of the two moments."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """Added to the denominator."""

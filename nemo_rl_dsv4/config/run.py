@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,7 @@ from nemo_rl_dsv4.config.section import OpenMapping, Section
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+WORD_PROBLEM_KEYS = ("difficulty", "max_number", "long_fraction", "long_words")
 
 
 class Dataset(Section):
@@ -21,12 +22,16 @@ class Dataset(Section):
     """Problems in the set; null for the set's own size."""
     seed: NonNegative | None = None
     """Seed of the generator; null for `grpo.seed`."""
-    difficulty: str | int | None = None
-    """Difficulty of generated problems; null for the generator's usual one."""
+    difficulty: Literal[1, 2, 3] | None = None
+    """`word_problems`: how many kinds of question there are; null for the easiest."""
+    max_number: Positive | None = None
+    """`word_problems`: the largest number in a question or its solution; null for the generator's usual one."""
     long_fraction: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    """Share of prompts padded with natural context beyond 128 tokens, where the generator can do that."""
+    """`word_problems`: share of prompts that carry distracting context; null for the generator's usual one."""
+    long_words: Positive | None = None
+    """`word_problems`: words of such a prompt; null for the generator's usual number."""
     kwargs: OpenMapping = {}
-    """Further arguments of the generator or class."""
+    """Settings of a `reasoning_gym:<name>` generator or of a class given by its dotted path."""
     data_path: str | None = None
     """File of a local set."""
     input_key: str | None = None
@@ -49,6 +54,11 @@ class Dataset(Section):
     """Environment that scores answers."""
     download_dir: str | None = None
     """Folder for downloads."""
+
+    def spec(self) -> dict[str, Any]:
+        """What `build_dataset` takes: the dataset's name and the settings of it that are not null."""
+        settings = {name: value for name in WORD_PROBLEM_KEYS if (value := getattr(self, name)) is not None}
+        return {"dataset_name": self.dataset_name, **settings, **self.kwargs}
 
 
 class Data(Section):
@@ -92,7 +102,7 @@ class Checkpointing(Section):
     enabled: bool = True
     """Save at all."""
     checkpoint_dir: str = "results/grpo"
-    """Folder of the checkpoints; `null`-free so that a resumed run finds them."""
+    """Folder of the checkpoints."""
     metric_name: str | None = "val:accuracy"
     """Metric that ranks checkpoints, `val:` or `train:` and its name; null keeps the latest."""
     higher_is_better: bool = True

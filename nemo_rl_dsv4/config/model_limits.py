@@ -1,0 +1,66 @@
+"""The few numbers of the model that a recipe must fit, read without loading the model."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.errors import UserError
+
+TINY = "tiny"
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the checkpoint's config.json says; None where it is silent or not on this machine."""
+
+    max_position_embeddings: int | None = None
+    n_routed_experts: int | None = None
+
+
+def model_limits(config: MasterConfig) -> ModelLimits:
+    """Limits of `policy.model_name`, `hf_config_overrides` included.
+
+    A hub id that is not a folder gives no limits: they are checked once the files are there.
+
+    Raises:
+        UserError: a folder that does not exist, has no config.json, or a broken one; `tiny` without its settings.
+    """
+    policy = config.policy
+    if policy.model_name == TINY:
+        if policy.dsv4.tiny is None:
+            raise UserError("policy.model_name is tiny but policy.dsv4.tiny is null; give the tiny model's sizes there")
+        values = policy.dsv4.tiny.model_dump()
+    else:
+        values = _read_config(policy.model_name)
+    values = {**values, **policy.hf_config_overrides}
+    return ModelLimits(
+        **{name: values[name] for name in ModelLimits.__dataclass_fields__ if isinstance(values.get(name), int)}
+    )
+
+
+def _read_config(model_name: str) -> dict[str, Any]:
+    folder = Path(model_name).expanduser()
+    if not folder.exists():
+        looks_like_path = model_name.startswith((".", "~", os.sep)) or model_name.count("/") != 1
+        if looks_like_path:
+            raise UserError(
+                f"policy.model_name is {model_name!r}: no such folder; give a checkpoint folder, a hub id or tiny"
+            )
+        return {}
+    file = folder / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(
+            f"policy.model_name is {model_name!r}: it holds no config.json, so it is no checkpoint"
+        ) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: not valid JSON ({error}); copy the checkpoint again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: holds a {type(values).__name__}, wanted a mapping")
+    return values

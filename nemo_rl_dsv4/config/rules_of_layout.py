@@ -1,0 +1,143 @@
+"""Rules between model, parallel sizes, batches and lengths."""
+
+from __future__ import annotations
+
+from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.model_limits import TINY, model_limits
+from nemo_rl_dsv4.config.rules import require, require_divides
+from nemo_rl_dsv4.config.topology import sequence_multiple
+
+
+def check_model(config: MasterConfig) -> None:
+    """The tiny model's sizes fit together, and the tokenizer fits the model."""
+    name, tokenizer = config.policy.model_name, config.policy.tokenizer.name
+    require(
+        tokenizer != TINY or name == TINY,
+        f"policy.tokenizer.name is tiny but policy.model_name is {name!r}; use the model's own tokenizer",
+    )
+    tiny = config.policy.dsv4.tiny
+    if name != TINY or tiny is None:
+        return
+    where = "policy.dsv4.tiny"
+    require(
+        len(tiny.compress_ratios) == tiny.num_hidden_layers,
+        f"{where}.compress_ratios has {len(tiny.compress_ratios)} entries but {where}.num_hidden_layers is "
+        f"{tiny.num_hidden_layers}; give one ratio per layer",
+    )
+    require_divides(
+        tiny.o_groups, f"{where}.o_groups", tiny.num_attention_heads, f"{where}.num_attention_heads", "change one"
+    )
+    for smaller, larger in (
+        ("num_experts_per_tok", "n_routed_experts"),
+        ("num_hash_layers", "num_hidden_layers"),
+        ("qk_rope_head_dim", "head_dim"),
+        ("qk_rope_head_dim", "index_head_dim"),
+    ):
+        low, high = getattr(tiny, smaller), getattr(tiny, larger)
+        require(low <= high, f"{where}.{smaller} is {low}, more than {where}.{larger} = {high}")
+    require(
+        tiny.qk_rope_head_dim % 2 == 0,
+        f"{where}.qk_rope_head_dim is {tiny.qk_rope_head_dim}; RoPE turns pairs of channels, so it must be even",
+    )
+
+
+def check_layout(config: MasterConfig) -> None:
+    """Parallel sizes divide the processes and the experts."""
+    layout, where = config.policy.dtensor_cfg, "policy.dtensor_cfg"
+    world = config.world_size
+    world_name = (
+        "policy.dsv4.cpu_processes (the number of policy processes)"
+        if config.cluster.gpus_per_node == 0
+        else "cluster.gpus_per_node * cluster.num_nodes (the number of policy processes)"
+    )
+    require(
+        layout.tensor_parallel_size == 1,
+        f"{where}.tensor_parallel_size is {layout.tensor_parallel_size}, wanted 1: DeepSeek-V4 has no tensor-parallel "
+        "plan; use context_parallel_size and expert_parallel_size",
+    )
+    require_divides(
+        layout.context_parallel_size, f"{where}.context_parallel_size", world, world_name, "change one of them"
+    )
+    require_divides(
+        layout.expert_parallel_size, f"{where}.expert_parallel_size", world, world_name, "change one of them"
+    )
+    require_divides(
+        layout.dp_replicate_size,
+        f"{where}.dp_replicate_size",
+        config.data_parallel_size,
+        "the data-parallel size (processes / context_parallel_size)",
+        "change one of them",
+    )
+    experts = model_limits(config).n_routed_experts
+    if experts is not None:
+        require_divides(
+            layout.expert_parallel_size,
+            f"{where}.expert_parallel_size",
+            experts,
+            "the model's number of routed experts",
+            "choose a divisor of it",
+        )
+
+
+def check_batches(config: MasterConfig) -> None:
+    """Batch sizes divide over updates and ranks."""
+    grpo, policy = config.grpo, config.policy
+    rollouts = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    require_divides(
+        policy.train_global_batch_size,
+        "policy.train_global_batch_size",
+        rollouts,
+        f"grpo.num_prompts_per_step * grpo.num_generations_per_prompt ({grpo.num_prompts_per_step} * "
+        f"{grpo.num_generations_per_prompt})",
+        f"set train_global_batch_size to {rollouts} or a divisor of it",
+    )
+    require_divides(
+        config.data_parallel_size,
+        "the data-parallel size (processes / context_parallel_size)",
+        policy.train_global_batch_size,
+        "policy.train_global_batch_size",
+        "choose a multiple of it",
+    )
+    per_rank = policy.train_global_batch_size // config.data_parallel_size
+    require(
+        policy.train_micro_batch_size <= per_rank,
+        f"policy.train_micro_batch_size is {policy.train_micro_batch_size}, but a rank gets only {per_rank} of the "
+        f"{policy.train_global_batch_size} sequences of an update; set it to {per_rank} or less",
+    )
+    require(
+        not config.loss_fn.force_on_policy_ratio or policy.train_global_batch_size == rollouts,
+        f"loss_fn.force_on_policy_ratio needs one update per step, but policy.train_global_batch_size is "
+        f"{policy.train_global_batch_size} and a step has {rollouts} rollouts; make them equal",
+    )
+
+
+def check_lengths(config: MasterConfig) -> None:
+    """Sequence limits fit each other and the model."""
+    policy, generation = config.policy, config.policy.generation
+    total = policy.max_total_sequence_length
+    limit = model_limits(config).max_position_embeddings
+    if limit is not None:
+        multiple = sequence_multiple(config)
+        padded = -(-total // multiple) * multiple
+        padding = f" ({padded} after padding to a multiple of {multiple})" if padded != total else ""
+        require(
+            padded <= limit,
+            f"policy.max_total_sequence_length is {total}{padding}, longer than the model's max_position_embeddings "
+            f"{limit}; lower it",
+        )
+    require(
+        generation.max_new_tokens <= total,
+        f"policy.generation.max_new_tokens is {generation.max_new_tokens}, more than policy.max_total_sequence_length "
+        f"= {total}; lower it",
+    )
+    prompt = config.data.max_input_seq_length
+    require(
+        prompt is None or prompt <= total,
+        f"data.max_input_seq_length is {prompt}, more than policy.max_total_sequence_length = {total}; lower it",
+    )
+    engine = generation.vllm_cfg.max_model_len
+    require(
+        generation.backend != "vllm" or engine is None or engine >= total,
+        f"policy.generation.vllm_cfg.max_model_len is {engine}, less than policy.max_total_sequence_length = {total}; "
+        "the engine would cut sequences that the trainer accepts",
+    )

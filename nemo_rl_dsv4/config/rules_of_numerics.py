@@ -1,0 +1,83 @@
+"""Rules between training mode, rounding, rollout and hardware."""
+
+from __future__ import annotations
+
+from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.rules import require
+
+
+def check_numerics(config: MasterConfig) -> None:
+    """The training mode fits the rounding flags and the rollout."""
+    dsv4 = config.policy.dsv4
+    rounded = dsv4.fake_quant.resolved(dsv4.train_mode)
+    if dsv4.train_mode == "qat":
+        require(
+            any(rounded.values()),
+            "policy.dsv4.train_mode is qat but every policy.dsv4.fake_quant flag is false, so nothing is rounded; "
+            "use train_mode bf16",
+        )
+        require(
+            dsv4.rollout_profile != "bf16",
+            "policy.dsv4.train_mode is qat but policy.dsv4.rollout_profile is bf16, which rounds nothing; "
+            "use train_mode bf16 or the profile of an FP8 rollout",
+        )
+    if dsv4.train_mode == "bf16":
+        products = [name for name in ("weights", "linear_inputs", "o_proj", "experts") if rounded[name]]
+        require(
+            not products,
+            f"policy.dsv4.train_mode is bf16 but policy.dsv4.fake_quant.{products[0] if products else ''} is true; "
+            "bf16 rounds at most kv and indexer: use train_mode qat and set the other flags to false",
+        )
+    require(
+        dsv4.train_mode != "fp8",
+        "policy.dsv4.train_mode is fp8, which this version does not have; use qat (same rounding, products in the "
+        "training precision) or bf16",
+    )
+
+
+def check_hardware(config: MasterConfig) -> None:
+    """GPU settings go with GPUs, CPU settings with CPUs."""
+    policy, backend = config.policy, config.policy.dtensor_cfg.automodel_kwargs.backend
+    if config.cluster.gpus_per_node > 0:
+        require(
+            policy.dsv4.cpu_processes == 1,
+            f"policy.dsv4.cpu_processes is {policy.dsv4.cpu_processes} but cluster.gpus_per_node is "
+            f"{config.cluster.gpus_per_node}; leave it at 1, or set gpus_per_node to 0 to run on CPUs",
+        )
+        require(
+            policy.generation.backend == "vllm",
+            "policy.generation.backend is reference, which runs on CPUs, but cluster.gpus_per_node is "
+            f"{config.cluster.gpus_per_node}; use vllm, or set gpus_per_node to 0",
+        )
+        return
+    cpu = "and cluster.gpus_per_node is 0 (CPU)"
+    require(
+        policy.generation.backend == "reference",
+        f"policy.generation.backend is vllm {cpu}; use reference, or give GPUs",
+    )
+    require(
+        policy.dsv4.rollout_profile != "auto",
+        f"policy.dsv4.rollout_profile is auto {cpu}, so no GPU decides; name a profile, such as vllm-hopper",
+    )
+    require(
+        config.cluster.num_nodes == 1, f"cluster.num_nodes is {config.cluster.num_nodes} {cpu}; CPU runs use one node"
+    )
+    allowed = {
+        "attn": ("sdpa", "eager"),
+        "linear": ("torch",),
+        "rms_norm": ("torch_fp32", "torch"),
+        "experts": ("torch", "torch_mm"),
+        "dispatcher": ("torch",),
+        "rope_fusion": (False,),
+        "enable_deepep": (None, False),
+    }
+    for name, values in allowed.items():
+        found = getattr(backend, name)
+        wanted = " or ".join(str(v) for v in values if v is not None)
+        require(
+            found in values,
+            f"policy.dtensor_cfg.automodel_kwargs.backend.{name} is {found} {cpu}; use {wanted}",
+        )
+    require(
+        not policy.dtensor_cfg.cpu_offload, f"policy.dtensor_cfg.cpu_offload is true {cpu}; there is nothing to offload"
+    )

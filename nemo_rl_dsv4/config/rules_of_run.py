@@ -1,0 +1,149 @@
+"""Rules between algorithm, schedule, data and output folders."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from pathlib import Path
+
+from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.model_limits import TINY
+from nemo_rl_dsv4.config.rules import require
+from nemo_rl_dsv4.config.runtime_choice import Runtime
+from nemo_rl_dsv4.errors import UserError
+
+NEMO_RL_DATASET_KEYS = (
+    "data_path",
+    "input_key",
+    "output_key",
+    "subset",
+    "split",
+    "split_validation_size",
+    "prompt_file",
+    "system_prompt_file",
+    "processor",
+    "download_dir",
+)
+
+
+def check_algorithm(config: MasterConfig) -> None:
+    """Loss, advantage and checkpoint settings fit together."""
+    # The loop's own settings check themselves; imported here because `--help` and parsing do not need them.
+    from nemo_rl_dsv4.grpo.settings import CheckpointSettings, GRPOSettings, LossSettings, read_section
+
+    read_section(LossSettings, config.loss_fn, "loss_fn")
+    read_section(GRPOSettings, config.grpo, "grpo")
+    read_section(CheckpointSettings, config.checkpointing, "checkpointing")
+    grpo = config.grpo
+    require(
+        not grpo.skip_reference_policy_logprobs_calculation or config.loss_fn.reference_policy_kl_penalty == 0,
+        "grpo.skip_reference_policy_logprobs_calculation is true but loss_fn.reference_policy_kl_penalty is "
+        f"{config.loss_fn.reference_policy_kl_penalty}, which needs those logprobs; set the penalty to 0",
+    )
+    require(
+        grpo.batch_multiplier == 1 or grpo.use_dynamic_sampling,
+        f"grpo.batch_multiplier is {grpo.batch_multiplier} but grpo.use_dynamic_sampling is false; it would have no "
+        "effect: set it to 1 or turn dynamic sampling on",
+    )
+    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
+    require(
+        low is None or high is None or low < high,
+        f"grpo.advantage_clip_low is {low}, not below grpo.advantage_clip_high = {high}",
+    )
+
+
+def check_data(config: MasterConfig, runtime: Runtime) -> None:
+    """Data sets are named, not empty, large enough, and there where validation needs them."""
+    grpo, data = config.grpo, config.data
+    for name, dataset in (("train", data.train), ("validation", data.validation)):
+        if dataset is None:
+            continue
+        where = f"data.{name}"
+        require(dataset.size != 0, f"{where}.size is 0: an empty dataset; set the number of problems")
+        if runtime == "nemo_rl":
+            continue
+        require(dataset.dataset_name is not None, f"{where}.dataset_name is null; set it, such as word_problems")
+        for key in NEMO_RL_DATASET_KEYS:
+            require(
+                getattr(dataset, key) is None,
+                f"{where}.{key} is {getattr(dataset, key)!r}: only the nemo_rl runtime reads it; set it to null, or "
+                "write a dataset class and give its dotted path as dataset_name",
+            )
+        require(dataset.env_name in (None, "math"), f"{where}.env_name is {dataset.env_name!r}; wanted math")
+    size = data.train.size
+    require(
+        size is None or size >= grpo.num_prompts_per_step,
+        f"data.train.size is {size}, fewer than grpo.num_prompts_per_step = {grpo.num_prompts_per_step}; one step "
+        "needs more problems than there are",
+    )
+    validates = grpo.val_period > 0 or grpo.val_at_start or grpo.val_at_end
+    require(
+        data.validation is not None or not validates,
+        "data.validation is null but grpo.val_period, val_at_start or val_at_end asks for validation; give a "
+        "validation set, or set val_period=0 val_at_start=false val_at_end=false",
+    )
+    metric = config.checkpointing.metric_name
+    require(
+        validates or not config.checkpointing.enabled or metric is None or not metric.startswith("val:"),
+        f"checkpointing.metric_name is {metric} but validation is off; use a train: metric or null",
+    )
+
+
+def check_scheduler(config: MasterConfig) -> None:
+    """The schedule's parts and milestones fit together."""
+    steps = config.policy.scheduler
+    if steps is None:
+        return
+    where = "policy.scheduler"
+    parts = [step for step in steps if step.milestones is None]
+    milestones = [step for step in steps if step.milestones is not None]
+    for index, step in enumerate(steps):
+        require(
+            (step.name is None) != (step.milestones is None),
+            f"{where}.{index} must have either a name (with kwargs) or milestones",
+        )
+        require(
+            step.name is None or step.name.startswith("torch.optim.lr_scheduler."),
+            f"{where}.{index}.name is {step.name!r}; wanted a class of torch.optim.lr_scheduler",
+        )
+    require(bool(parts), f"{where} names no schedule; give one, or null for a constant rate")
+    if len(parts) == 1 and not milestones:
+        return
+    require(
+        len(milestones) == 1 and steps[-1] is milestones[0],
+        f"{where} has {len(parts)} parts; end the list with one item of milestones",
+    )
+    bounds = milestones[0].milestones or []
+    require(
+        len(bounds) == len(parts) - 1 and bounds == sorted(set(bounds)),
+        f"{where}: milestones are {bounds}; wanted {len(parts) - 1} increasing steps, one between each two of the "
+        f"{len(parts)} parts",
+    )
+
+
+def check_outputs(config: MasterConfig) -> None:
+    """Folders can be written, and the loggers asked for are installed."""
+    check_writable(config.logger.log_dir, "logger.log_dir")
+    if config.checkpointing.enabled:
+        check_writable(config.checkpointing.checkpoint_dir, "checkpointing.checkpoint_dir")
+    tiny = config.policy.dsv4.tiny
+    if config.policy.model_name == TINY and tiny is not None:
+        check_writable(tiny.cache_dir, "policy.dsv4.tiny.cache_dir")
+    for package, enabled in (("wandb", config.logger.wandb_enabled), ("mlflow", config.logger.mlflow_enabled)):
+        require(
+            not enabled or importlib.util.find_spec(package) is not None,
+            f"logger.{package}_enabled is true but {package} is not installed; run with `uv run --extra {package}`",
+        )
+
+
+def check_writable(folder: str, key: str) -> None:
+    """Raises UserError unless files can be made in `folder`, or in the nearest folder above it that exists."""
+    path = Path(folder).expanduser().absolute()
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    require(existing.is_dir(), f"{key} is {folder!r}, but {existing} is a file; choose another folder")
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise UserError(
+            f"{key} is {folder!r}: cannot write in {existing} ({error.strerror}); choose another"
+        ) from error

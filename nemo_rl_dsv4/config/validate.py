@@ -1,0 +1,24 @@
+"""Everything about a recipe that can be checked before a process starts."""
+
+from __future__ import annotations
+
+from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.rules_of_layout import check_batches, check_layout, check_lengths, check_model
+from nemo_rl_dsv4.config.rules_of_numerics import check_hardware, check_numerics
+from nemo_rl_dsv4.config.rules_of_run import check_algorithm, check_data, check_outputs, check_scheduler
+from nemo_rl_dsv4.config.runtime_choice import Runtime, choose_runtime
+
+
+def validate(config: MasterConfig) -> Runtime:
+    """Applies the rules between keys and returns the runtime that will drive the loop. Nothing is created on disk.
+
+    Raises:
+        UserError: the first rule that does not hold, with the keys, the values found and what would fit.
+    """
+    runtime = choose_runtime(config)
+    for check in (check_model, check_layout, check_batches, check_lengths, check_numerics, check_hardware):
+        check(config)
+    check_data(config, runtime)
+    for check in (check_scheduler, check_outputs, check_algorithm):
+        check(config)
+    return runtime
