@@ -1,0 +1,1 @@
+"""Rollout engines behind one interface: the CPU reference engine here, vLLM on GPUs."""

@@ -1,0 +1,91 @@
+"""Build AutoModel's `DeepseekV4ForCausalLM` from an official-style `config.json` dictionary.
+
+The class is built directly: AutoModel's `NeMoAutoModel*` front ends need CUDA, and its own loaders leave the model in a
+dtype and placement that a trainer has to undo. Everything here works on a CPU and on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from nemo_automodel.components.models.common import BackendConfig
+from nemo_automodel.components.models.deepseek_v4.config import DeepseekV4Config
+from nemo_automodel.components.models.deepseek_v4.model import DeepseekV4ForCausalLM
+
+from nemo_rl_dsv4.errors import UserError
+
+CPU_BACKEND = {
+    "attn": "sdpa",
+    "linear": "torch",
+    "rms_norm": "torch_fp32",
+    "experts": "torch",
+    "dispatcher": "torch",
+    "rope_fusion": False,
+}
+"""The AutoModel backend that runs without a GPU (no TransformerEngine, TileLang or DeepEP)."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_dtype(precision: str) -> torch.dtype:
+    """Map a recipe's `policy.precision` to a torch dtype; `UserError` names the accepted values."""
+    if precision not in _DTYPES:
+        raise UserError(f"policy.precision is {precision!r}; wanted one of {sorted(_DTYPES)}")
+    return _DTYPES[precision]
+
+
+def freeze_indexer(model: torch.nn.Module) -> list[str]:
+    """Freeze every indexer parameter and return their names.
+
+    Top-k passes no gradient. Under context parallelism an unfrozen indexer would receive zero gradients, which AdamW's
+    weight decay still turns into updates.
+    """
+    frozen = []
+    for name, parameter in model.named_parameters():
+        if ".indexer." in name:
+            parameter.requires_grad_(False)
+            frozen.append(name)
+    return frozen
+
+
+def build_model(
+    config: DeepseekV4Config,
+    *,
+    backend: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    routing_weight_after_down: bool = False,
+    seed: int | None = None,
+    device: torch.device | None = None,
+) -> DeepseekV4ForCausalLM:
+    """Build an initialized policy model.
+
+    Args:
+        config: AutoModel configuration; `nemo_rl_dsv4.model.checkpoint_format.automodel_config` makes one from an
+            official `config.json`.
+        backend: AutoModel `BackendConfig` fields; default `CPU_BACKEND`.
+        dtype: parameter dtype. Hyper-connections, sinks, router bias and `lm_head` stay float32 either way.
+        routing_weight_after_down: multiply by the routing weight after the expert's down projection, as the rollout
+            engines do, instead of before it (AutoModel's default).
+        seed: seed of the initialization; None leaves the global generator alone.
+        device: where to build; default CPU.
+
+    Returns:
+        The model in training mode with the indexer frozen.
+    """
+    device = device or torch.device("cpu")
+    config.torch_dtype = dtype
+    moe_overrides = {"apply_router_weight_after_down": routing_weight_after_down, "dtype": dtype}
+    with device:
+        model = DeepseekV4ForCausalLM(
+            config, backend=BackendConfig(**dict(backend or CPU_BACKEND)), moe_overrides=moe_overrides
+        )
+    if seed is None:
+        model.initialize_weights(buffer_device=device, dtype=dtype)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model.initialize_weights(buffer_device=device, dtype=dtype)
+    freeze_indexer(model)
+    return model

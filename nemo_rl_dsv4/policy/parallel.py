@@ -1,0 +1,172 @@
+"""Lay an AutoModel DeepSeek-V4 over data, context and expert parallel ranks.
+
+Expert parallelism re-views the same ranks as data x context parallelism: with world = dp x cp, the expert mesh is
+(ep_shard, ep) over those very ranks. AutoModel's own parallelizer does the sharding; two of its pieces do not work without
+TransformerEngine or outside rank 0's group and are replaced here, from outside, by equivalents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from nemo_automodel.components.distributed.config import FSDP2Config
+from nemo_automodel.components.distributed.mesh import ParallelismSizes
+from nemo_automodel.components.distributed.mesh_utils import _create_device_meshes
+from nemo_automodel.components.models.deepseek_v4 import cp as v4_cp
+from nemo_automodel.components.models.deepseek_v4 import layers as v4_layers
+from nemo_automodel.components.moe import parallelizer as moe_parallelizer
+from nemo_automodel.components.moe.layers import MoE
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from nemo_rl_dsv4.errors import UserError
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Ranks on each axis. `dp` is what is left of the world after context parallelism."""
+
+    world: int
+    cp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("world", "cp", "ep"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} size is {getattr(self, name)}; wanted 1 or more")
+        if self.world % self.cp:
+            raise UserError(
+                f"context_parallel_size {self.cp} does not divide the {self.world} training processes; "
+                "change policy.dtensor_cfg.context_parallel_size or the number of processes"
+            )
+        if self.world % self.ep:
+            raise UserError(
+                f"expert_parallel_size {self.ep} does not divide the {self.world} training processes; "
+                "change policy.dtensor_cfg.expert_parallel_size or the number of processes"
+            )
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size."""
+        return self.world // self.cp
+
+
+class _GatherAlongDim(torch.autograd.Function):
+    """All-gather a tensor along `dim`; the backward sums every rank's gradient and keeps the local slice.
+
+    Works for any process group. (torch's functional all_gather addresses the group's ranks as global ranks in its gloo
+    backward, which is wrong for every group but the world.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group, ctx.length = dim, group, tensor.shape[dim]
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.cat(parts, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        total = grads[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        start = dist.get_rank(ctx.group) * ctx.length
+        return total.narrow(ctx.dim, start, ctx.length).contiguous(), None, None
+
+
+def _cp_all_gather(tensor: torch.Tensor, *, dim: int, cp_group: Any) -> torch.Tensor:
+    if not v4_cp.dsv4_cp_enabled(cp_group):
+        return tensor
+    return _GatherAlongDim.apply(tensor, dim % tensor.ndim, cp_group)
+
+
+def _apply_cp(model: torch.nn.Module, cp_mesh: DeviceMesh, cp_comm_type: str = "p2p") -> None:
+    """Give every attention its context-parallel group and every MoE its mesh (no TransformerEngine needed)."""
+    del cp_comm_type
+    for module in model.modules():
+        if isinstance(module, v4_layers.DeepseekV4Attention):
+            module.setup_cp_attention(cp_mesh)
+        elif isinstance(module, MoE):
+            module.cp_mesh = cp_mesh
+
+
+def _patch_automodel() -> None:
+    v4_cp.dsv4_cp_all_gather = _cp_all_gather
+    v4_layers.dsv4_cp_all_gather = _cp_all_gather
+    moe_parallelizer.apply_cp = _apply_cp
+
+
+@dataclass
+class Meshes:
+    """Process meshes of one rank; all None in a single process."""
+
+    sizes: ParallelSizes
+    world: DeviceMesh | None = None
+    moe: DeviceMesh | None = None
+
+    def _rank(self, axis: str) -> int:
+        return 0 if self.world is None else self.world[axis].get_local_rank()
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's data-parallel index."""
+        return self._rank("dp_shard")
+
+    @property
+    def cp_rank(self) -> int:
+        """This rank's context-parallel index."""
+        return self._rank("cp")
+
+    @property
+    def cp_group(self) -> Any:
+        """The context-parallel process group, or None without context parallelism."""
+        return self.world["cp"].get_group() if self.world is not None and self.sizes.cp > 1 else None
+
+
+def create_meshes(sizes: ParallelSizes) -> Meshes:
+    """Create the device meshes; `torch.distributed` must be initialized when `sizes.world` > 1."""
+    if sizes.world == 1:
+        return Meshes(sizes)
+    world, moe = _create_device_meshes(
+        FSDP2Config(),
+        ParallelismSizes(dp_size=sizes.dp, cp_size=sizes.cp, ep_size=sizes.ep),
+        world_size=sizes.world,
+    )
+    return Meshes(sizes, world, moe)
+
+
+def parallelize(
+    model: torch.nn.Module,
+    meshes: Meshes,
+    *,
+    activation_checkpointing: bool = False,
+    compute_dtype: torch.dtype = torch.float32,
+) -> torch.nn.Module:
+    """Shard a built model over `meshes` in place and return it.
+
+    Call it after weights are loaded and fake quantization is installed, and before the optimizer is made.
+    """
+    if meshes.world is None:
+        if activation_checkpointing:
+            moe_parallelizer.apply_ac(model)
+        return model
+    _patch_automodel()
+    sizes = meshes.sizes
+    moe_parallelizer.parallelize_model(
+        model,
+        meshes.world,
+        meshes.moe,
+        dp_axis_names=("dp_shard_cp",),
+        cp_axis_name="cp",
+        tp_axis_name=None,
+        ep_axis_name="ep" if sizes.ep > 1 else None,
+        ep_shard_axis_names=("ep_shard",) if sizes.ep > 1 else None,
+        activation_checkpointing=activation_checkpointing,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        model_parallelizer=type(model).parallelizer,  # type: ignore[attr-defined]
+    )
+    return model

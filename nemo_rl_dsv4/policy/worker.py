@@ -1,0 +1,246 @@
+"""One rank of the training policy.
+
+Shapes: B sequences, S tokens. Every row starts at position 0 and is padded on the right. With context parallelism a row is
+cut into contiguous slices, one a rank; log-probabilities are gathered again, so that any loss sees whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
+from torch.distributed.tensor import DTensor
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.qat import InstallReport, install_fake_quant, invalidate_rounded_weights
+from nemo_rl_dsv4.numerics.profiles import RolloutProfile
+from nemo_rl_dsv4.policy.microbatch import micro_batches
+from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler
+from nemo_rl_dsv4.policy.parallel import Meshes, _GatherAlongDim, parallelize
+
+LossFn = Callable[..., tuple[torch.Tensor, dict[str, float]]]
+Batch = dict[str, torch.Tensor]
+
+CP_LOCAL_MULTIPLE = 128
+"""Context-parallel slices are multiples of this, so that no compressor window (128 tokens) crosses a rank."""
+
+
+class PolicyWorker:
+    """Trains one rank's share of an AutoModel DeepSeek-V4.
+
+    Args:
+        model: the whole model with its weights, not yet sharded.
+        meshes: this rank's process meshes.
+        profile: the rollout whose rounding to install.
+        fake_quant: which site groups to round.
+        micro_batch_size: sequences of one forward and backward pass.
+        logprob_batch_size: sequences of one scoring pass.
+        optimizer: `{name, kwargs}` of the recipe.
+        scheduler: the recipe's schedule list, or None.
+        max_grad_norm: clipping threshold, None for no clipping.
+        activation_checkpointing: recompute activations in the backward pass.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        meshes: Meshes,
+        *,
+        profile: RolloutProfile,
+        fake_quant: Mapping[str, bool],
+        micro_batch_size: int,
+        logprob_batch_size: int,
+        optimizer: Mapping[str, Any],
+        scheduler: list[Mapping[str, Any]] | None = None,
+        max_grad_norm: float | None = 1.0,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        self.meshes = meshes
+        self.rounding: InstallReport | None = None
+        if any(fake_quant.values()):
+            self.rounding = install_fake_quant(model, profile, fake_quant)
+        self.model = parallelize(model, meshes, activation_checkpointing=activation_checkpointing)
+        self.micro_batch_size, self.logprob_batch_size = micro_batch_size, logprob_batch_size
+        self.max_grad_norm = max_grad_norm
+        self.optimizer = build_optimizer(self.model.parameters(), optimizer["name"], optimizer["kwargs"])
+        self.scheduler = build_scheduler(self.optimizer, scheduler)
+        self.model.train()
+
+    # Scoring ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def get_logprobs(self, data: Batch) -> Batch:
+        """Log-probabilities of the tokens of this rank's rows.
+
+        Args:
+            data: `input_ids` [B, S] and `input_lengths` [B].
+
+        Returns:
+            `logprobs`, float32 [B, S]; position 0 and padding are 0.
+        """
+        ids = data["input_ids"]
+        out = torch.zeros(ids.shape, dtype=torch.float32)
+        needed = {name: data[name] for name in ("input_ids", "input_lengths")}
+        self.model.eval()
+        for part in micro_batches(needed, self.logprob_batch_size, multiple=self._multiple):
+            logprobs = self._row_logprobs(part.data)
+            width = min(part.length, ids.shape[1])
+            positions = torch.arange(1, width)
+            valid = positions < part.data["input_lengths"].unsqueeze(1)
+            out[part.rows, 1:width] = torch.where(valid, logprobs[:, : width - 1], 0.0)
+        self.model.train()
+        return {"logprobs": out}
+
+    @property
+    def _multiple(self) -> int:
+        return CP_LOCAL_MULTIPLE * self.meshes.sizes.cp if self.meshes.sizes.cp > 1 else 1
+
+    def _row_logprobs(self, data: Batch) -> torch.Tensor:
+        """Log-probability of token i + 1 at position i, float32 [b, S - 1], with gradient."""
+        ids_bS = data["input_ids"]
+        targets_bS = torch.roll(ids_bS, -1, dims=1)
+        padding_bS = torch.arange(ids_bS.shape[1]).unsqueeze(0) >= data["input_lengths"].unsqueeze(1)
+        kwargs: dict[str, Any] = {}
+        if self.meshes.cp_group is not None:
+            length = ids_bS.shape[1] // self.meshes.sizes.cp
+            start = self.meshes.cp_rank * length
+            local = slice(start, start + length)
+            ids_bS, targets_bS, padding_bS = ids_bS[:, local], targets_bS[:, local], padding_bS[:, local]
+            kwargs = {
+                "_dsv4_cp_group": self.meshes.cp_group,
+                "position_ids": torch.arange(start, start + length).expand(ids_bS.shape[0], -1),
+            }
+        logits_bSV = self.model(ids_bS, padding_mask=padding_bS, **kwargs).logits
+        logprobs_bS = token_logprobs(logits_bSV, targets_bS)
+        if self.meshes.cp_group is not None:
+            logprobs_bS = _GatherAlongDim.apply(logprobs_bS, 1, self.meshes.cp_group)
+        return logprobs_bS[:, :-1]
+
+    # Training -----------------------------------------------------------------------------------------------------
+
+    def train(self, data: Batch, loss_fn: LossFn, *, global_valid_seqs: float, global_valid_tokens: float) -> dict[str, Any]:
+        """One optimizer step on this rank's rows of the global batch.
+
+        Args:
+            data: training batch under NeMo-RL's names, the rows of this data-parallel rank.
+            loss_fn: `(next_token_logprobs [b, S - 1], data, global_valid_seqs=, global_valid_tokens=)` -> (loss, metrics),
+                whose parts sum to the loss of the global batch.
+            global_valid_seqs: sum of `sample_mask` over the global batch.
+            global_valid_tokens: number of trained tokens of the global batch.
+
+        Returns:
+            `loss` (this rank's part), `grad_norm` (global, before clipping), `lr`, `all_mb_metrics`: metrics of each
+            micro-batch.
+
+        Raises:
+            FloatingPointError: the gradient norm is not finite; no weight has been changed.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        lr = self.optimizer.param_groups[0]["lr"]
+        losses, metrics = [], []
+        for part in micro_batches(data, self.micro_batch_size, multiple=self._multiple):
+            logprobs = self._row_logprobs(part.data)
+            loss, part_metrics = loss_fn(
+                logprobs, part.data, global_valid_seqs=global_valid_seqs, global_valid_tokens=global_valid_tokens
+            )
+            # Sharded parameters average their gradients over dp x cp ranks, and gathering rows already multiplied them by cp.
+            (loss * self.meshes.sizes.dp).backward()
+            losses.append(float(loss.detach()))
+            metrics.append(part_metrics)
+        grad_norm = self._clip_gradients()
+        if not torch.isfinite(torch.tensor(grad_norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(f"gradient norm is {grad_norm}; the step was not taken and weights are unchanged")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        invalidate_rounded_weights(self.model)
+        return {"loss": sum(losses), "grad_norm": grad_norm, "lr": lr, "all_mb_metrics": metrics}
+
+    def _clip_gradients(self) -> float:
+        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+        sizes = self.meshes.sizes
+        norm = scale_grads_and_clip_grad_norm(
+            limit,
+            [self.model],
+            device_mesh=self.meshes.world,
+            moe_mesh=self.meshes.moe,
+            ep_axis_name="ep" if self.meshes.moe is not None else None,
+            dp_group_size=sizes.dp * sizes.cp,
+            foreach=False,
+        )
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    # Weights ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole tensors under AutoModel's names, gathered over ranks. Collective: every rank calls it."""
+        return {
+            name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+            for name, tensor in self.model.state_dict().items()
+        }
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write model, optimizer and schedule with torch's distributed checkpoint. Collective."""
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self._training_state(), checkpoint_id=folder)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Restore what `save_checkpoint` wrote, at the same or another parallel size. Collective.
+
+        Raises:
+            UserError: the folder is missing, damaged, or of another model.
+        """
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        if not (Path(folder) / ".metadata").is_file():
+            raise UserError(f"{folder} holds no training checkpoint (no .metadata file)")
+        state = self._training_state()
+        try:
+            dcp.load(state, checkpoint_id=folder)
+        except (dcp.CheckpointException, RuntimeError, KeyError, EOFError, OSError) as error:
+            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            raise UserError(f"{folder} cannot be restored into this model: {reason}") from error
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        invalidate_rounded_weights(self.model)
+
+    def _training_state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        if self.scheduler is not None:
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
+
+
+def token_logprobs(logits_bSV: torch.Tensor, targets_bS: torch.Tensor) -> torch.Tensor:
+    """Log-probability of each target under float32 softmax of the logits, [b, S]."""
+    logits = logits_bSV.float()
+    chosen = logits.gather(-1, targets_bS.unsqueeze(-1)).squeeze(-1)
+    return chosen - logits.logsumexp(-1)
+
+
+@contextmanager
+def process_group(rank: int, world_size: int, init_method: str) -> Iterator[None]:
+    """Join a gloo process group for the duration; nothing happens in a world of one."""
+    if world_size > 1:
+        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        if world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
