@@ -12,7 +12,7 @@ E experts, H hidden, I expert width.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,6 +118,12 @@ class Layout:
             return stacked
         half = stacked.shape[0] // 2
         return stacked[:half] if slot.part == "gate" else stacked[half:]
+
+    def stack_shape(self, official_shape: Sequence[int], slot: Slot, num_experts: int) -> tuple[int, int, int]:
+        """Shape of the whole stack that holds an expert tensor of `official_shape` [out, in] at this slot."""
+        rows, cols = official_shape
+        rows = rows if slot.part == "down" else 2 * rows
+        return (num_experts, cols, rows) if self._transposed else (num_experts, rows, cols)
 
     def split(self, state_dict: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Slot]]:
         """Yield (official name, slot) for every tensor of a state dict in export order, reading shapes only.

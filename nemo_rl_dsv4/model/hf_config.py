@@ -7,8 +7,10 @@ window layers use `rope_theta` without YaRN, compressed layers `compress_rope_th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +74,25 @@ class RopeSettings:
     theta: float
     compress_theta: float
     yarn: Mapping[str, float] | None
+
+
+def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read and validate `config.json` of a checkpoint folder, `overrides` (recipe `hf_config_overrides`) applied first.
+
+    Raises:
+        UserError: the file is missing or no JSON object, or see `validate_config` and `rope_settings`.
+    """
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as a model configuration ({error})") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: holds a {type(config).__name__}; wanted a JSON object")
+    config.update(overrides or {})
+    validate_config(config)
+    rope_settings(config)
+    return config
 
 
 def _positive(config: Mapping[str, Any], key: str) -> int:
@@ -197,7 +218,7 @@ def automodel_config(config: Mapping[str, Any], dtype: torch.dtype = torch.float
 def transformers_config(config: Mapping[str, Any]) -> TransformersConfig:
     """Make transformers 5.18's `DeepseekV4Config` from an official-style `config.json` dictionary.
 
-    Attention runs eager (the only implementation with sinks); the class default dtype of the model is float32.
+    The model built from it is float32 and attends eagerly, the only implementation transformers has for V4's sinks.
 
     Raises:
         UserError: see `validate_config` and `rope_settings`.
@@ -223,5 +244,4 @@ def transformers_config(config: Mapping[str, Any]) -> TransformersConfig:
             "main": {"rope_type": "default", "rope_theta": rope.theta, "partial_rotary_factor": partial},
             "compress": {**compress, "rope_theta": rope.compress_theta, "partial_rotary_factor": partial},
         },
-        attn_implementation="eager",
     )

@@ -1,0 +1,78 @@
+"""Load an exported stream into a live model, in place, and account for every parameter."""
+
+from __future__ import annotations
+
+import torch
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.checkpoint_format import TRANSFORMERS, Layout
+from nemo_rl_dsv4.model.official_names import check_names, tensor_kind
+from nemo_rl_dsv4.model.stored_weight import (
+    decode_weight,
+    is_quantized,
+    require_finite,
+    require_table,
+    scale_name,
+)
+from nemo_rl_dsv4.refit.report import RefitReport, Stream, StreamTally
+
+
+@torch.no_grad()
+def receive_weights(model: torch.nn.Module, stream: Stream, *, layout: Layout = TRANSFORMERS) -> RefitReport:
+    """Write every tensor of a stream into the model's own storage and return what arrived.
+
+    Parameters and persistent buffers keep their storage (`data_ptr`), so anything that holds a reference sees the new
+    weights. FP8 and FP4 weights are decoded to the dtype of their destination. Call it once a refit with the whole
+    stream, all buckets chained: completeness is judged at its end.
+
+    Args:
+        model: transformers' `DeepseekV4ForCausalLM` (or AutoModel's, with its `layout`).
+        stream: what `export_weights` yields: official names, a quantized weight directly before its scale.
+        layout: whose names the model has.
+
+    Raises:
+        UserError: an unknown, repeated or missing tensor, a wrong shape or dtype, a weight without its scale or the
+            reverse, an invalid scale, a NaN, an all-zero hash table. The model is then partly written: refit it again
+            before using it.
+    """
+    destination = model.state_dict()
+    slots = dict(layout.split(destination))
+    experts = 1 + max(slot.expert or 0 for slot in slots.values())
+    written: set[str] = set()
+    tally = StreamTally()
+    items = tally.watch(stream)
+    for name, tensor in items:
+        if name not in slots:
+            hint = (
+                "a scale must come directly after its FP8 or FP4 weight"
+                if name.endswith(".scale")
+                else "not in the model"
+            )
+            raise UserError(f"refit: unexpected tensor {name!r}; {hint}")
+        if name in written:
+            raise UserError(f"refit: tensor {name!r} arrived twice; send each one once a refit")
+        target = layout.view(destination[slots[name].key], slots[name])
+        if is_quantized(tensor.dtype) and tensor_kind(name) != "integer":
+            scale_item = next(items, ("nothing", None))
+            if scale_item[0] != scale_name(name) or scale_item[1] is None:
+                raise UserError(
+                    f"refit: {name!r} is {tensor.dtype} and {scale_item[0]!r} follows; wanted {scale_name(name)!r}"
+                )
+            tensor = decode_weight(name, tensor, scale_item[1], target.dtype)
+        else:
+            _check_plain(name, tensor, target, experts)
+        if tensor.shape != target.shape:
+            raise UserError(f"refit: {name!r} is {list(tensor.shape)}; the model wants {list(target.shape)}")
+        target.copy_(tensor)
+        written.add(name)
+    check_names(written, slots, "refit")
+    return tally.report()
+
+
+def _check_plain(name: str, tensor: torch.Tensor, target: torch.Tensor, experts: int) -> None:
+    if tensor.is_floating_point() != target.is_floating_point():
+        raise UserError(f"refit: {name!r} is {tensor.dtype}; the model holds {target.dtype}")
+    if tensor.is_floating_point():
+        require_finite(name, tensor)
+    else:
+        require_table(name, tensor, experts)
