@@ -104,11 +104,6 @@ def check_batches(config: MasterConfig) -> None:
         f"policy.train_micro_batch_size is {policy.train_micro_batch_size}, but a rank gets only {per_rank} of the "
         f"{policy.train_global_batch_size} sequences of an update; set it to {per_rank} or less",
     )
-    require(
-        not config.loss_fn.force_on_policy_ratio or policy.train_global_batch_size == rollouts,
-        f"loss_fn.force_on_policy_ratio needs one update per step, but policy.train_global_batch_size is "
-        f"{policy.train_global_batch_size} and a step has {rollouts} rollouts; make them equal",
-    )
 
 
 def check_lengths(config: MasterConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -10,14 +10,13 @@ from nemo_rl_dsv4.config.section import OpenMapping, Section
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-WORD_PROBLEM_KEYS = ("difficulty", "max_number", "long_fraction", "long_words")
 
 
 class Dataset(Section):
     """One set of problems."""
 
     dataset_name: str | None = None
-    """`word_problems`, `reasoning_gym:<name>`, or the dotted path of a class."""
+    """`word_problems`, `reasoning_gym:<name>`, `ResponseDataset` (a JSON-lines file), or the dotted path of a callable."""
     size: NonNegative | None = None
     """Problems in the set; null for the set's own size."""
     seed: NonNegative | None = None
@@ -31,7 +30,7 @@ class Dataset(Section):
     long_words: Positive | None = None
     """`word_problems`: words of such a prompt; null for the generator's usual number."""
     kwargs: OpenMapping = {}
-    """Settings of a `reasoning_gym:<name>` generator or of a class given by its dotted path."""
+    """Arguments of a `reasoning_gym:<name>` generator or of a callable given by its dotted path."""
     data_path: str | None = None
     """File of a local set."""
     input_key: str | None = None
@@ -54,11 +53,6 @@ class Dataset(Section):
     """Environment that scores answers."""
     download_dir: str | None = None
     """Folder for downloads."""
-
-    def spec(self) -> dict[str, Any]:
-        """What `build_dataset` takes: the dataset's name and the settings of it that are not null."""
-        settings = {name: value for name in WORD_PROBLEM_KEYS if (value := getattr(self, name)) is not None}
-        return {"dataset_name": self.dataset_name, **settings, **self.kwargs}
 
 
 class Data(Section):

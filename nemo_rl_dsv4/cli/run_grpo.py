@@ -1,0 +1,97 @@
+"""`examples/run_grpo.py`: one GRPO run from a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from nemo_rl_dsv4.cli.guard import BAD_INPUT, OK, guarded
+from nemo_rl_dsv4.errors import UserError
+
+EXAMPLE = """\
+examples:
+  a whole run on a CPU:
+    uv run examples/run_grpo.py --config examples/configs/recipes/llm/grpo-dsv4-tiny-1n0g-automodel-qat.yaml
+  the same with other settings, only checked:
+    uv run examples/run_grpo.py --config examples/configs/recipes/llm/grpo-dsv4-tiny-1n0g-automodel-qat.yaml \\
+      --dry-run grpo.max_num_steps=5 policy.dsv4.train_mode=bf16
+  go on with the newest run of the recipe's log folder:
+    uv run examples/run_grpo.py --config examples/configs/recipes/llm/grpo-dsv4-tiny-1n0g-automodel-qat.yaml --resume
+
+overrides use Hydra's grammar: key=value changes a key, +key=value adds one that the recipe does not set, ~key removes
+one. Keys are NeMo-RL's; examples/configs/grpo_dsv4.yaml lists all of them.
+
+exit status: 0 done, 1 failed, 2 bad input, 130 interrupted
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise UserError(f"{message} (see --help)")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Command-line arguments; `overrides` holds the `key=value` words wherever they stand.
+
+    Raises:
+        UserError: a missing or unknown option.
+    """
+    parser = _Parser(
+        prog="run_grpo.py",
+        usage="run_grpo.py --config RECIPE [--dry-run] [--resume [RUN_DIR]] [--debug] [key=value ...]",
+        description="Train a DeepSeek-V4 with GRPO as a recipe says.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="RECIPE", required=True, help="YAML file of the recipe")
+    parser.add_argument("--dry-run", action="store_true", help="check the recipe, print the topology and stop")
+    parser.add_argument(
+        "--resume",
+        metavar="RUN_DIR",
+        nargs="?",
+        const="",
+        help="go on with this run's folder (logs/.../exp_NNN), or with the newest one in logger.log_dir",
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="Hydra overrides of the recipe")
+    # `--resume key=value`: the word after --resume is an override, not a folder.
+    words = []
+    for word in arguments:
+        if words and words[-1] == "--resume" and "=" in word and not Path(word).is_dir():
+            words[-1] = "--resume="
+        words.append(word)
+    return parser.parse_intermixed_args(words)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Loads and checks the recipe, then prints the topology or starts the run."""
+    from nemo_rl_dsv4.config import load_config, validate
+    from nemo_rl_dsv4.utils.console import make_console
+    from nemo_rl_dsv4.utils.run_folder import find_run
+
+    config = load_config(Path(options.config), options.overrides)
+    runtime = validate(config)
+    resume = None if options.resume is None else find_run(options.resume, Path(config.logger.log_dir))
+    for notice in config.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    if options.dry_run:
+        from nemo_rl_dsv4.cli.dry_run import print_dry_run
+
+        print_dry_run(config, runtime, make_console(), resume)
+        return OK
+
+    from nemo_rl_dsv4.runtime import run as start
+
+    start(config, resume=resume)
+    return OK
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of `examples/run_grpo.py`; returns the exit status."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        return guarded(lambda: run(parse(words)), debug="--debug" in words)
+    except SystemExit as stop:  # argparse's --help
+        return stop.code if isinstance(stop.code, int) else BAD_INPUT

@@ -1,0 +1,1 @@
+"""Run folders, metrics on disk, the console and plots."""

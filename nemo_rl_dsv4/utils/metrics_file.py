@@ -1,0 +1,69 @@
+"""`metrics.jsonl`: one JSON object a step, appended so that a crash costs at most the step being written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.utils.run_folder import write_whole
+
+
+def append_step(path: Path, step: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, Any]:
+    """Appends `{"step": step, name: value, ...}` as one line and returns the object.
+
+    Values become floats; NaN and infinities, which JSON does not have, become null.
+    """
+    record: dict[str, Any] = {"step": step}
+    for name, value in metrics.items():
+        number = float(value)
+        record[name] = number if math.isfinite(number) else None
+    line = json.dumps(record, allow_nan=False) + "\n"
+    # One write of the whole line to a file opened for appending, then to the disk: no reader sees half a line unless
+    # the machine itself stops in between, and `read_steps` drops that one.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return record
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The records in the file, in order. A last line without its end, left by a crash, is dropped.
+
+    Raises:
+        UserError: the file cannot be read, or a line before the last is not a record.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise UserError(f"{path}: cannot read metrics ({reason})") from error
+    complete, _, _ = text.rpartition("\n")
+    records = []
+    for number, line in enumerate(complete.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}: line {number} is not JSON ({error.msg}); remove the line") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise UserError(f"{path}: line {number} is no record with a whole-numbered step; remove the line")
+        records.append(record)
+    return records
+
+
+def keep_steps_up_to(path: Path, last_step: int) -> int:
+    """Removes the records of steps after `last_step`, and a broken last line; returns the number of records kept."""
+    if not path.exists():
+        return 0
+    kept = [record for record in read_steps(path) if record["step"] <= last_step]
+    write_whole(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
+    return len(kept)

@@ -1,0 +1,139 @@
+"""One picture of a run: does it learn, do trainer and rollout agree, where does the time go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_dsv4.utils.console import phase_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Record = dict[str, Any]
+INK, GRID, RAW = "#20262e", "#dde2e8", 0.3
+COLORS = ("#2563a8", "#d9782d", "#3a8f5c", "#8b5fbf", "#c2485a", "#7a8794", "#c9a227", "#3aa6b9")
+SMOOTHING = 5
+SHOWN_PHASES = 6
+
+
+def series(records: Sequence[Record], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric; steps without it, or where it was not finite, are left out."""
+    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def running_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]:
+    """Mean of each value and up to `width - 1` before it."""
+    means = []
+    for end in range(1, len(values) + 1):
+        window = values[max(0, end - width) : end]
+        means.append(sum(window) / len(window))
+    return means
+
+
+def draw_summary(records: Sequence[Record], path: Path, title: str) -> None:
+    """Draws six panels (reward, accuracy, KL, probability difference, entropy, seconds by phase) into a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13.5, 7.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 3)
+    figure.suptitle(title, fontsize=13, color=INK, x=0.01, ha="left", fontweight="bold")
+    _line(axes[0, 0], records, "Reward", [("train/reward", "")], smooth=True)
+    _line(axes[0, 1], records, "Validation accuracy", [("validation/accuracy", "")], marker="o")
+    kl = [("train/gen_kl_error", "k3: rollout || training"), ("train/policy_kl_error", "k3: training || rollout")]
+    _line(axes[0, 2], records, "KL between trainer and rollout", kl, log=True)
+    difference = [("training/rollout_probs_diff_mean", "mean"), ("training/rollout_probs_diff_max", "largest")]
+    _line(axes[1, 0], records, "Probability difference", difference, log=True)
+    _line(axes[1, 1], records, "Entropy", [("train/approx_entropy", "")], smooth=True)
+    _phases(axes[1, 2], records)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        figure.savefig(partial, format="png")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _style(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize=10.5, color=INK, loc="left")
+    axes.set_xlabel("step", fontsize=9, color=INK)
+    axes.tick_params(which="both", labelsize=8.5, colors=INK)
+    axes.grid(True, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(GRID)
+
+
+def _no_data(axes: Axes) -> None:
+    axes.text(0.5, 0.5, "not logged in this run", ha="center", va="center", transform=axes.transAxes, color="#7a8794")
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def _line(
+    axes: Axes,
+    records: Sequence[Record],
+    title: str,
+    lines: Sequence[tuple[str, str]],
+    *,
+    log: bool = False,
+    smooth: bool = False,
+    marker: str | None = None,
+) -> None:
+    """One or two metrics over steps; `smooth` adds a running mean over the raw values."""
+    _style(axes, title)
+    drawn = False
+    for (name, label), color in zip(lines, COLORS, strict=False):
+        steps, values = series(records, name)
+        if log:
+            kept = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
+            steps, values = [s for s, _ in kept], [v for _, v in kept]
+        if not steps:
+            continue
+        drawn = True
+        few = marker or ("o" if len(steps) < 3 else None)
+        if smooth and len(steps) > SMOOTHING:
+            axes.plot(steps, values, color=color, alpha=RAW, linewidth=1)
+            axes.plot(steps, running_mean(values), color=color, linewidth=2, label=f"mean of {SMOOTHING} steps")
+        else:
+            axes.plot(steps, values, color=color, linewidth=1.8, marker=few, markersize=4, label=label or None)
+    if not drawn:
+        _no_data(axes)
+        return
+    if log:
+        axes.set_yscale("log")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def _phases(axes: Axes, records: Sequence[Record]) -> None:
+    """Seconds of each phase, stacked; small phases are added up."""
+    _style(axes, "Seconds by phase")
+    timed = [(record["step"], phase_seconds(record)) for record in records]
+    timed = [(step, phases) for step, phases in timed if phases]
+    if not timed:
+        _no_data(axes)
+        return
+    totals: dict[str, float] = {}
+    for _, phases in timed:
+        for name, seconds in phases.items():
+            totals[name] = totals.get(name, 0.0) + seconds
+    ranked = sorted(totals, key=lambda name: -totals[name])
+    named, others = ranked[:SHOWN_PHASES], ranked[SHOWN_PHASES:]
+    steps = [step for step, _ in timed]
+    bottom = [0.0] * len(timed)
+    layers = [(name, [phases.get(name, 0.0) for _, phases in timed]) for name in named]
+    if others:
+        layers.append(("others", [sum(phases.get(name, 0.0) for name in others) for _, phases in timed]))
+    for (name, heights), color in zip(layers, (*COLORS[:SHOWN_PHASES], COLORS[-1]), strict=False):
+        axes.bar(steps, heights, bottom=bottom, width=1.0, color=color, label=name, linewidth=0)
+        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+    axes.set_ylabel("seconds", fontsize=9, color=INK)
+    axes.set_ylim(0, max(bottom) * 1.35 or 1.0)
+    axes.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper left")
