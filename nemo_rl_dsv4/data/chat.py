@@ -1,8 +1,8 @@
 """The DeepSeek-V4 prompt format.
 
 DeepSeek-V4 publishes no Jinja chat template: its format is defined by a Python encoder that ships with the weights
-(``encoding/encoding_dsv4.py``; vLLM's ``tokenizer_mode: deepseek_v4`` does the same). This module writes the part of that
-format that single- and multi-turn text conversations need::
+(``encoding/encoding_dsv4.py``; vLLM's ``tokenizer_mode: deepseek_v4`` does the same). This module writes the part of
+that format that single- and multi-turn text conversations need::
 
     <BOS>system text<User>question<Assistant></think>          chat mode, ready to generate
     <BOS>system text<User>question<Assistant><think>           thinking mode, ready to generate
@@ -30,20 +30,40 @@ SPECIAL_TOKENS = (BOS, EOS, PAD, USER, ASSISTANT, THINK_START, THINK_END, LATEST
 """The tokens that the format uses, spelled as in the released tokenizer (full-width bars, lower-block underscores)."""
 
 ROLES = ("system", "user", "assistant")
-EFFORTS = (None, "high", "max")
 
-MAX_EFFORT_PREFIX = (
+_ABSOLUTE_MAXIMUM = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
     "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, "
     "rigorously stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.\n"
-    "Explicitly write out your entire deliberation process, documenting every intermediate step, considered alternative, "
+    "Explicitly write out your entire deliberation process, documenting every intermediate step, considered "
+    "alternative, "
     "and rejected hypothesis to ensure absolutely no assumption is left unchecked.\n\n"
 )
-"""What ``reasoning_effort: max`` puts before the first message: fixed words that the model was trained on."""
+_BEYOND_MAXIMUM = (
+    "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\n"
+    "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively decompose the "
+    "problem into its most fundamental components, trace every causal chain to its root, and resolve the underlying "
+    "cause "
+    "rather than any surface symptom.\n"
+    "Do not stop reasoning until you have independently verified the solution from multiple angles and are certain "
+    "that "
+    "no assumption remains unchecked and no error remains undiscovered.\n\n"
+)
+EFFORT_PREFIXES: dict[str, dict[str | None, str]] = {
+    "0731": {None: "", "low": "", "high": _ABSOLUTE_MAXIMUM, "max": _BEYOND_MAXIMUM},
+    "preview": {None: "", "high": "", "max": _ABSOLUTE_MAXIMUM},
+}
+"""Release of the weights -> reasoning effort -> the fixed words before the first message that the model was trained on.
+
+The 0731 release moved every level down: what the preview calls ``max`` it calls ``high``.
+"""
 
 
 def encode_chat(
-    messages: Sequence[Mapping[str, str]], thinking: bool = False, reasoning_effort: str | None = None
+    messages: Sequence[Mapping[str, str]],
+    thinking: bool = False,
+    reasoning_effort: str | None = None,
+    release: str = "0731",
 ) -> str:
     """Write a conversation in the DeepSeek-V4 format.
 
@@ -52,19 +72,25 @@ def encode_chat(
             have ``reasoning`` (or ``reasoning_content``). The last message is the user's (the text then ends where the
             model starts to write) or the assistant's (the text then ends with the end-of-sentence token).
         thinking: False ends a prompt with ``</think>`` (answer at once), True with ``<think>``.
-        reasoning_effort: None, ``high`` (which adds no text) or ``max`` (a fixed prefix); the last two in thinking mode only.
+        reasoning_effort: None (no prefix), ``low``, ``high`` or ``max``: the fixed prefix of that level. Thinking mode
+            only. vLLM's own encoder takes ``high`` where a request names none: send it token ids, not messages.
+        release: ``0731`` or ``preview``: whose prefixes to write.
 
     Raises:
         UserError: an empty conversation, an unknown role or effort, tools, or a conversation that cannot be continued.
     """
     turns = _merge_user_turns(_validated(messages))
-    if reasoning_effort not in EFFORTS:
-        raise UserError(f"reasoning_effort is {reasoning_effort!r}; valid: null, high, max")
+    if release not in EFFORT_PREFIXES:
+        raise UserError(f"release is {release!r}; valid: {', '.join(EFFORT_PREFIXES)}")
+    efforts = EFFORT_PREFIXES[release]
+    if reasoning_effort not in efforts:
+        valid = ", ".join(effort for effort in efforts if effort)
+        raise UserError(f"reasoning_effort is {reasoning_effort!r}; valid for release {release}: null, {valid}")
     if reasoning_effort is not None and not thinking:
         raise UserError(f"reasoning_effort {reasoning_effort!r} needs thinking mode; set thinking to true or drop it")
 
     last_user = max(i for i, turn in enumerate(turns) if turn["role"] == "user")
-    text = BOS + (MAX_EFFORT_PREFIX if reasoning_effort == "max" else "")
+    text = BOS + efforts[reasoning_effort]
     for index, turn in enumerate(turns):
         role, content = turn["role"], turn["content"]
         shows_thinking = thinking and index >= last_user

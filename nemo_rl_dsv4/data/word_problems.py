@@ -2,18 +2,20 @@
 
 Every problem is a template filled with names, things and three operands. Two properties hold by construction:
 
-- Validation and training never share operands. A hash of the triple (a, b, c) alone decides the side, so no training problem of
-  any template, name or seed has the three numbers of a validation problem.
-- All short prompts have the same number of words, and all long ones too (long ones carry distracting sentences in front, to
-  reach past 128 tokens), so that a batch falls into two groups of equal length.
+- Validation and training never share operands. A hash of the triple (a, b, c) alone decides the side, so no training
+  problem of any template, name or seed has the three numbers of a validation problem.
+- All short prompts have the same number of words, and all long ones too (long ones carry distracting sentences in
+  front, to reach past 128 tokens), so that a batch falls into two groups of equal length.
 """
 
+import dataclasses
 import hashlib
 import random
 import re
 from dataclasses import dataclass
 
 from nemo_rl_dsv4.data.problem import Problem
+from nemo_rl_dsv4.data.spec import DatasetSpec, nearest
 from nemo_rl_dsv4.errors import UserError
 
 NAMES = ("Ana", "Ben", "Cora", "Dan", "Eli", "Fay", "Gus", "Ida")
@@ -64,6 +66,8 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 class WordProblemSettings:
     """What ``data.train`` and ``data.validation`` may set beside ``dataset_name: word_problems``.
 
+    In a recipe `difficulty` and `long_fraction` stand beside it, the others under its ``kwargs``.
+
     Attributes:
         difficulty: 1 (four templates of + and -), 2 (eight, with several people) or 3 (ten, also *).
         max_number: the largest number in a question or its solution; intermediate results are never negative.
@@ -79,12 +83,49 @@ class WordProblemSettings:
     def __post_init__(self):
         if self.difficulty not in TEMPLATES_OF_DIFFICULTY:
             raise UserError(f"word_problems: difficulty is {self.difficulty!r}; valid: 1, 2, 3")
-        if not isinstance(self.max_number, int) or self.max_number < 5:
-            raise UserError(f"word_problems: max_number is {self.max_number!r}; it must be a whole number of 5 or more")
-        if not 0 <= self.long_fraction <= 1:
+        if not isinstance(self.max_number, int) or self.max_number < 10:
+            raise UserError(
+                f"word_problems: max_number is {self.max_number!r}; it must be a whole number of 10 or more"
+            )
+        if not isinstance(self.long_fraction, int | float) or not 0 <= self.long_fraction <= 1:
             raise UserError(f"word_problems: long_fraction is {self.long_fraction!r}; it must lie in 0 to 1")
         if not isinstance(self.long_words, int) or self.long_words < SHORT_WORDS + 7:
             raise UserError(f"word_problems: long_words is {self.long_words!r}; it must be {SHORT_WORDS + 7} or more")
+
+
+DEFAULT_SIZES = {"train": 4096, "validation": 512}
+_MISSES = 1000  # this many repeated problems in a row mean that there are hardly any new ones
+
+
+def word_problems(spec: DatasetSpec) -> list[Problem]:
+    """``spec.size`` problems whose questions, distracting sentences aside, are all different.
+
+    Raises:
+        UserError: a bad setting, or fewer different problems than asked for.
+    """
+    fields = [field.name for field in dataclasses.fields(WordProblemSettings)]
+    arguments = spec.generator_arguments(own=fields)
+    for key in arguments:
+        if key not in fields:
+            raise UserError(
+                f"{spec.where}.kwargs.{key} is not a setting{nearest(key, fields)}; valid: {', '.join(fields)}"
+            )
+    settings = WordProblemSettings(**arguments)
+    size = spec.size_or(DEFAULT_SIZES[spec.split])
+    problems: dict[str, Problem] = {}
+    index = misses = 0
+    while len(problems) < size:
+        problem = make_problem(settings, spec.split, f"{spec.seed}/{spec.split}/{index}")
+        question = problem.metadata["question"]
+        misses = misses + 1 if question in problems else 0
+        problems.setdefault(question, problem)
+        index += 1
+        if misses == _MISSES:
+            raise spec.error(
+                f"word_problems has about {len(problems)} different problems of this kind, not {size}; "
+                "raise max_number or difficulty, or lower size"
+            )
+    return list(problems.values())
 
 
 def make_problem(settings: WordProblemSettings, split: str, key: str) -> Problem:
@@ -99,13 +140,13 @@ def make_problem(settings: WordProblemSettings, split: str, key: str) -> Problem
     operands, steps = _draw_operands(rng, template.ops, settings.max_number, split)
     fill = _draw_words(rng)
     question = template.text.format(a=operands[0], b=operands[1], c=operands[2], **fill)
+    metadata = {"dataset": "word_problems", "question": question, "operands": operands, "ops": template.ops}
     is_long = rng.random() < settings.long_fraction
     if is_long:
         question = _distractors(rng, settings.long_words - SHORT_WORDS) + " " + question
     answer = str(steps[-1][-1])
     worked = " ".join(f"{x} {op} {y} = {z}." for x, op, y, z in steps) + f" \\boxed{{ {answer} }}"
-    metadata = {"dataset": "word_problems", "operands": operands, "ops": template.ops, "long": is_long}
-    return Problem(question, answer, worked, metadata)
+    return Problem(question, answer, worked, metadata={**metadata, "long": is_long})
 
 
 def split_of(operands: tuple[int, int, int]) -> str:

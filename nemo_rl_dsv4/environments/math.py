@@ -1,8 +1,7 @@
-"""Rewards for problems with one right answer: 1 for a right answer in ``\\boxed{}``, 0 for anything else."""
+"""Rewards for problems with a right answer: what stands in ``\\boxed{}`` is scored, and nothing else."""
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from nemo_rl_dsv4.data.problem import Problem
 from nemo_rl_dsv4.environments.verifier import VerifierPool
@@ -10,33 +9,47 @@ from nemo_rl_dsv4.errors import UserError
 
 _INTEGER = re.compile(r"[+-]?\d{1,100}")
 _BOXED = "\\boxed{"
+_MAX_ANSWER_CHARACTERS = 2000
 
 
 def last_boxed(response: str) -> str | None:
-    """What the last ``\\boxed{...}`` of a response holds (braces balanced, outer spaces removed), or None without one."""
+    """What the last ``\\boxed{...}`` of a response holds, outer spaces removed; None without one that is closed.
+
+    Braces inside must balance; ``\\{`` and ``\\}`` do not count.
+    """
     start = response.rfind(_BOXED)
     if start < 0:
         return None
     depth, begin = 1, start + len(_BOXED)
-    for index in range(begin, len(response)):
-        depth += {"{": 1, "}": -1}.get(response[index], 0)
-        if depth == 0:
-            return response[begin:index].strip()
+    index = begin
+    while index < len(response):
+        character = response[index]
+        if character == "\\":
+            index += 1  # whatever comes next is escaped
+        elif character in "{}":
+            depth += 1 if character == "{" else -1
+            if depth == 0:
+                return response[begin:index].strip()
+        index += 1
     return None
 
 
 class MathEnvironment:
-    """Scores responses; a Ray actor can wrap it, and any thread may call it.
+    """Scores responses. Any thread may call it; a Ray actor can wrap it.
 
-    Two whole numbers are compared as numbers. Everything else goes to math-verify in child processes with a deadline, so no response can
-    block or crash training; a comparison that runs past it counts as wrong and in :attr:`timeouts`.
+    - No box, an empty one, or one of more than 2,000 characters: 0.
+    - Problems of a reasoning-gym dataset: the dataset's own score of what the last box holds.
+    - All others: 1 if it equals the answer by math-verify, else 0. (Whole numbers and equal texts need no math-verify.)
+
+    Scorers run in child processes with a deadline, so no response can block or crash training; one that runs past it is
+    worth 0 and counts in :attr:`timeouts`.
     """
 
     def __init__(self, num_workers: int = 1, timeout_seconds: float = 10.0):
         """
         Args:
             num_workers: child processes, started when the first answer needs one.
-            timeout_seconds: deadline of one comparison.
+            timeout_seconds: deadline of one answer.
         """
         if num_workers < 1:
             raise UserError(f"env.math.num_workers is {num_workers}; it must be 1 or more")
@@ -46,11 +59,11 @@ class MathEnvironment:
 
     @property
     def timeouts(self) -> int:
-        """Comparisons so far that ran past the deadline."""
+        """Answers so far that ran past the deadline."""
         return self._verifier.timeouts
 
     def score(self, problems: Sequence[Problem], responses: Sequence[str]) -> list[float]:
-        """One reward, 0.0 or 1.0, for each response.
+        """One reward for each response.
 
         Args:
             problems: the problem of each response.
@@ -59,27 +72,35 @@ class MathEnvironment:
         if len(problems) != len(responses):
             raise ValueError(f"{len(problems)} problems for {len(responses)} responses; give one problem a response")
         rewards = [0.0] * len(problems)
-        undecided: dict[tuple[str, str], list[int]] = {}
+        undecided: list[tuple[int, tuple]] = []
         for index, (problem, response) in enumerate(zip(problems, responses, strict=True)):
             boxed = last_boxed(response)
-            if not boxed:
+            if not boxed or len(boxed) > _MAX_ANSWER_CHARACTERS:
                 continue
-            gold = problem.answer.strip()
-            if boxed == gold:
-                rewards[index] = 1.0
-            elif _INTEGER.fullmatch(boxed) and _INTEGER.fullmatch(gold):
-                rewards[index] = float(int(boxed) == int(gold))
+            decided = _score_or_request(problem, boxed)
+            if isinstance(decided, tuple):
+                undecided.append((index, decided))
             else:
-                undecided.setdefault((gold, boxed), []).append(index)
-        for pair, equal in zip(undecided, self._verifier.compare(list(undecided)), strict=True):
-            for index in undecided[pair]:
-                rewards[index] = float(equal)
+                rewards[index] = decided
+        scores = self._verifier.score([request for _, request in undecided])
+        for (index, _), score in zip(undecided, scores, strict=True):
+            rewards[index] = score
         return rewards
 
     def shutdown(self) -> None:
         """End the child processes."""
         self._verifier.close()
 
-    def global_post_process_and_metrics(self, rewards: Sequence[float]) -> dict[str, Any]:
-        """NeMo-RL's metric for a batch: the share of right answers."""
-        return {"accuracy": sum(rewards) / len(rewards) if rewards else 0.0}
+
+def _score_or_request(problem: Problem, boxed: str) -> float | tuple:
+    """The reward where it is plain, else the request that a scoring process must answer."""
+    entry = problem.metadata.get("entry")
+    if entry is not None:
+        name = problem.metadata["dataset"].partition(":")[2]
+        return ("reasoning_gym", name, problem.metadata["kwargs"], entry, boxed)
+    gold = problem.answer.strip()
+    if boxed == gold:
+        return 1.0
+    if _INTEGER.fullmatch(boxed) and _INTEGER.fullmatch(gold):
+        return float(int(boxed) == int(gold))
+    return ("math", gold, boxed)

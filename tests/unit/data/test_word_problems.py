@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_dsv4.data import build_dataset, encode_chat, make_tiny_tokenizer
+from nemo_rl_dsv4.data import build_dataset, encode_chat, make_tiny_tokenizer, word_problems
 from nemo_rl_dsv4.data.word_problems import TEMPLATES, count_words, split_of
 from nemo_rl_dsv4.errors import UserError
 
@@ -38,8 +38,7 @@ def test_no_operands_are_shared_between_training_and_validation_over_everything_
 
 
 def test_validation_prompts_are_all_different():
-    prompts = [p.prompt for p in make("validation", size=512)]
-    assert len(set(prompts)) == 512
+    assert len({p.metadata["question"] for p in make("validation", size=512)}) == 512
 
 
 def test_short_prompts_have_one_length_and_long_ones_another_beyond_128_tokens():
@@ -82,6 +81,8 @@ def test_difficulty_adds_templates():
         ({"dificulty": 2}, "did you mean 'difficulty'"),
         ({"difficulty": 9}, "difficulty is 9"),
         ({"max_number": 2}, "max_number is 2"),
+        ({"kwargs": {"max_nunber": 30}}, "did you mean 'max_number'"),
+        ({"kwargs": {"difficulty": 2}, "difficulty": 2}, "set twice"),
         ({"long_fraction": 1.5}, "long_fraction is 1.5"),
         ({"long_words": 3}, "long_words is 3"),
     ],
@@ -91,12 +92,16 @@ def test_bad_settings_are_refused_with_the_key(settings, message):
         make(**settings)
 
 
-def test_more_problems_than_exist_is_an_error_with_both_counts():
-    with pytest.raises(UserError, match=r"found \d+ different problems, not 20000"):
-        make("validation", size=20000, max_number=5, difficulty=1, long_fraction=0.0)
+@pytest.mark.parametrize("long_fraction", [0.0, 0.5])
+def test_more_problems_than_exist_is_an_error_with_both_counts(monkeypatch, long_fraction):
+    """Long prompts must not fill up what short ones cannot: their distracting sentences never repeat."""
+    monkeypatch.setattr(word_problems, "THINGS", ("pens",))
+    monkeypatch.setattr(word_problems, "NAMES", ("Ana", "Ben", "Cora"))
+    with pytest.raises(UserError, match=r"has about \d+ different problems of this kind, not 20000"):
+        make("validation", size=20000, max_number=10, difficulty=1, long_fraction=long_fraction)
 
 
-@pytest.mark.parametrize("size", [0, -1, None])
+@pytest.mark.parametrize("size", [0, -1, 1.5, "many"])
 def test_empty_dataset_is_refused(size):
     with pytest.raises(UserError, match="size"):
         make(size=size)

@@ -1,0 +1,99 @@
+"""Problems that the user brings: a JSON-lines file, or a Python callable named by its dotted path."""
+
+import importlib
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_dsv4.data.problem import Problem
+from nemo_rl_dsv4.data.spec import DatasetSpec, nearest
+from nemo_rl_dsv4.errors import UserError
+
+FILE_NAME = "ResponseDataset"
+"""NeMo-RL's name for a local file of questions and answers."""
+
+
+def file_problems(spec: DatasetSpec) -> list[Problem]:
+    """The lines of ``data_path``: a JSON object each, question under ``input_key`` and answer under ``output_key``.
+
+    With a size smaller than the file, a sample drawn with the seed.
+
+    Raises:
+        UserError: no file, a line that is not such an object (with its number), or fewer lines than the size.
+    """
+    settings = spec.only(("data_path", "input_key", "output_key"))
+    if "data_path" not in settings:
+        raise spec.error(f"{FILE_NAME} needs data_path, a .jsonl file")
+    path = Path(settings["data_path"])
+    keys = (settings.get("input_key", "input"), settings.get("output_key", "output"))
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{spec.where}.data_path {str(path)!r} cannot be read: {error}; give a .jsonl file") from error
+    problems = [_from_line(line, f"{path}:{number}", keys) for number, line in enumerate(lines, 1) if line.strip()]
+    return _sample(problems, spec)
+
+
+def callable_problems(spec: DatasetSpec) -> list[Problem]:
+    """What the callable at ``dataset_name: package.module.name`` returns.
+
+    It is called with ``split``, ``seed``, ``size`` (None where unset) and the ``kwargs`` of the section, and returns
+    :class:`~nemo_rl_dsv4.data.Problem` objects in a list or another iterable. The seed decides nothing else.
+
+    Raises:
+        UserError: a path that does not import, something that cannot be called so, or results that are not problems.
+    """
+    made = _import(spec)
+    try:
+        result = list(made(split=spec.split, seed=spec.seed, size=spec.size, **spec.generator_arguments()))
+    except TypeError as error:
+        raise UserError(
+            f"{spec.where}.dataset_name {spec.name!r} cannot be called with split, seed, size and kwargs: {error}"
+        ) from error
+    for index, item in enumerate(result):
+        if not isinstance(item, Problem):
+            raise spec.error(
+                f"{spec.name} returned {type(item).__name__} as item {index}; return nemo_rl_dsv4.data.Problem objects"
+            )
+    return result if spec.size is None else result[: spec.size]
+
+
+def _from_line(line: str, where: str, keys: tuple[str, str]) -> Problem:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{where} holds {type(record).__name__}, not an object")
+    for key in keys:
+        if key not in record:
+            raise UserError(f"{where} has no key {key!r}{nearest(key, list(record))}; set input_key and output_key")
+    if not isinstance(record[keys[0]], str):
+        raise UserError(f"{where}: {keys[0]} is {type(record[keys[0]]).__name__}, not text")
+    return Problem(record[keys[0]], str(record[keys[1]]), metadata={"dataset": FILE_NAME, "source": where})
+
+
+def _sample(problems: list[Problem], spec: DatasetSpec) -> list[Problem]:
+    if spec.size is None or spec.size == len(problems):
+        return problems
+    if spec.size > len(problems):
+        raise spec.error(f"size is {spec.size}, but the file has {len(problems)} problems; lower size or set null")
+    return random.Random(spec.seed).sample(problems, spec.size)
+
+
+def _import(spec: DatasetSpec) -> Callable[..., Any]:
+    module_name, _, attribute = spec.name.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"{spec.where}.dataset_name {spec.name!r}: cannot import {module_name} ({error})") from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        names = [name for name in dir(module) if not name.startswith("_")]
+        raise UserError(
+            f"{spec.where}.dataset_name {spec.name!r}: {module_name} has no callable "
+            f"{attribute!r}{nearest(attribute, names)}"
+        )
+    return found
