@@ -11,13 +11,6 @@ from nemo_rl_dsv4.environments.scoring import score_math
 from nemo_rl_dsv4.errors import UserError
 
 
-@pytest.fixture(scope="module")
-def environment():
-    environment = MathEnvironment(num_workers=1, timeout_seconds=20)
-    yield environment
-    environment.shutdown()
-
-
 def score(environment, *pairs):
     return environment.score([Problem("", answer) for answer, _ in pairs], [response for _, response in pairs])
 

@@ -1,4 +1,4 @@
-"""The environment in NeMo-RL's shape, alone and as a Ray actor that runs methods off the main thread."""
+"""The environment in the shape that NeMo-RL's rollout loop calls."""
 
 import pytest
 import torch
@@ -7,20 +7,20 @@ from nemo_rl_dsv4.data import Problem, build_dataset
 from nemo_rl_dsv4.environments.single_turn import SingleTurnEnvironment, environment_metadata
 
 
-@pytest.fixture(scope="module")
-def environment():
-    environment = SingleTurnEnvironment({"num_workers": 1})
-    yield environment
-    environment.shutdown()
+@pytest.fixture
+def turns(environment):
+    made = SingleTurnEnvironment({"num_workers": 1})
+    made.scorer = environment
+    return made
 
 
 def conversation(*responses):
     return [{"role": "user", "content": "?"}] + [{"role": "assistant", "content": text} for text in responses]
 
 
-def test_step_returns_batched_fields(environment):
+def test_step_returns_batched_fields(turns):
     metadata = [environment_metadata(Problem("", "7", metadata={"dataset": "x"}))] * 3
-    turn = environment.step([conversation(r"\boxed{7}"), conversation("7"), conversation("a ", r"\boxed{8}")], metadata)
+    turn = turns.step([conversation(r"\boxed{7}"), conversation("7"), conversation("a ", r"\boxed{8}")], metadata)
     assert turn.rewards.dtype == torch.float32 and turn.rewards.tolist() == [1.0, 0.0, 0.0]
     assert turn.terminateds.tolist() == [1.0, 1.0, 1.0]
     assert turn.answers == ["7", None, "8"]
@@ -28,20 +28,20 @@ def test_step_returns_batched_fields(environment):
     assert [o["content"] for o in turn.observations] == ["Environment: correct"] + ["Environment: incorrect"] * 2
 
 
-def test_step_uses_the_scorer_of_a_reasoning_gym_problem(environment):
+def test_step_uses_the_scorer_of_a_reasoning_gym_problem(turns):
     problem = build_dataset({"dataset_name": "reasoning_gym:countdown"}, "train", 0, 1)[0]
-    turn = environment.step([conversation(problem.worked)], [environment_metadata(problem)])
+    turn = turns.step([conversation(problem.worked)], [environment_metadata(problem)])
     assert turn.rewards.tolist() == [1.0]
 
 
-def test_metrics_give_no_reward_to_a_response_that_did_not_end(environment):
+def test_metrics_give_no_reward_to_a_response_that_did_not_end(turns):
     batch = {
         "rewards": torch.tensor([1.0, 1.0, 0.0, 1.0]),
         "is_end": torch.tensor([True, False, True, True]),
         "generation_lengths": torch.tensor([4, 8, 4, 4]),
         "prompt_lengths": torch.tensor([2, 2, 2, 6]),
     }
-    after, metrics = environment.global_post_process_and_metrics(batch)
+    after, metrics = turns.global_post_process_and_metrics(batch)
     assert after["rewards"].tolist() == [1.0, 0.0, 0.0, 1.0]
     assert metrics == {
         "accuracy": 0.5,
