@@ -35,6 +35,7 @@ class Quantized:
     kept: Tensor | None = None
 
 
+@torch.no_grad()
 def quantize(x: Tensor, spec: QuantSpec, *, check_finite: bool = False, name: str = "tensor") -> Quantized:
     """Quantizes ``x`` [..., rows, cols] (float32, bfloat16 or float16; [cols] counts as one row) under ``spec``.
 
@@ -52,24 +53,17 @@ def quantize(x: Tensor, spec: QuantSpec, *, check_finite: bool = False, name: st
     else:
         data = torch.empty(body.shape, dtype=format_of(spec.fmt).dtype, device=x.device)
     for rows, blocks in chunks(body, spec.block[0]):
-        chunk = body[rows]
-        for region, grid_region in regions(chunk.shape, spec.block):
-            piece, tile = chunk[region], scale[blocks][grid_region]
-            scaled, block = scale_blocks(piece, spec)
-            if check_finite and not bool(block.isfinite().all()):
+        for region, grid_region in regions(body[rows].shape, spec.block):
+            tile = scale[blocks][grid_region]
+            _quantize_region(body[rows][region], spec, data[rows][_packed(region, spec)], tile)
+            if check_finite and not bool(tile.isfinite().all()):
                 _raise_non_finite(x, name)
-            tile.copy_(block.squeeze(-1).squeeze(-2))
-            flat = scaled.reshape(piece.shape)
-            if spec.fmt == "e2m1":
-                columns = slice(region[-1].start // 2, region[-1].stop // 2)
-                data[rows][..., region[-2], columns].copy_(pack_e2m1(encode(flat, "e2m1")))
-            else:
-                data[rows][region].copy_(flat)
     if x.dim() == 1:
         data, scale, kept = data[0], scale[0], None if kept is None else kept[0]
     return Quantized(data, scale, spec, x.shape, kept)
 
 
+@torch.no_grad()
 def dequantize(q: Quantized, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The values of ``q`` [*q.shape] in ``dtype``: code times scale in float32, one rounding, kept channels appended.
 
@@ -83,13 +77,37 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         out[..., body[-1] :].copy_(as_matrix(q.kept))
     limit = torch.finfo(dtype).max
     for rows, blocks in chunks(out[..., : body[-1]], spec.block[0]):
-        codes = data[rows]
-        values = decode(unpack_e2m1(codes), "e2m1") if spec.fmt == "e2m1" else codes.to(torch.float32)
-        for region, grid_region in regions(values.shape, spec.block):
-            piece = blocked(values[region], spec.block)
-            piece = piece.mul(scale[blocks][grid_region][..., :, None, :, None])
-            out[rows][region].copy_(piece.reshape(values[region].shape).clamp_(-limit, limit))
+        for region, grid_region in regions(out[..., : body[-1]][rows].shape, spec.block):
+            codes = data[rows][_packed(region, spec)]
+            _dequantize_region(codes, spec, scale[blocks][grid_region], out[rows][region], limit)
     return out.reshape(q.shape)
+
+
+# Each region is worked on in a function of its own: its float32 buffers are freed before the next one's are made.
+
+
+def _quantize_region(piece: Tensor, spec: QuantSpec, codes_out: Tensor, scale_out: Tensor) -> None:
+    scaled, scale = scale_blocks(piece, spec)
+    scale_out.copy_(scale.squeeze(-1).squeeze(-2))
+    values = scaled.reshape(piece.shape)
+    if spec.fmt == "e2m1" and bool(scale.isfinite().all()):
+        codes_out.copy_(pack_e2m1(encode(values, "e2m1")))
+    elif spec.fmt != "e2m1":
+        codes_out.copy_(values)
+
+
+def _dequantize_region(codes: Tensor, spec: QuantSpec, scale: Tensor, out: Tensor, limit: float) -> None:
+    values = decode(unpack_e2m1(codes), "e2m1") if spec.fmt == "e2m1" else codes.to(torch.float32)
+    blocked(values, spec.block).mul_(scale[..., :, None, :, None])
+    out.copy_(values.clamp_(-limit, limit))
+
+
+def _packed(region: tuple, spec: QuantSpec) -> tuple:
+    """The region's index into the codes, which e2m1 packs two a byte."""
+    if spec.fmt != "e2m1":
+        return region
+    *lead, columns = region
+    return (*lead, slice(columns.start // 2, columns.stop // 2))
 
 
 def scale_blocks(piece: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
@@ -100,8 +118,10 @@ def scale_blocks(piece: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     else:  # no copy of the tensor, and NaN propagates through both
         amax = torch.maximum(blocks.amax((-3, -1), keepdim=True), blocks.amin((-3, -1), keepdim=True).neg())
     scale = block_scale(amax, spec)
-    # The reciprocal of a power of two is exact, so multiplying gives the bits of the division.
-    return (blocks * scale.reciprocal() if spec.scale == "ue8m0" else blocks / scale), scale
+    into = blocks if piece.dtype != torch.float32 else None  # a copy of our own is reused, the caller's data is not
+    if spec.scale == "ue8m0":  # the reciprocal of a power of two is exact: multiplying gives the bits of the division
+        return torch.mul(blocks, scale.reciprocal(), out=into), scale
+    return torch.div(blocks, scale, out=into), scale
 
 
 def require_float(x: Tensor, name: str = "tensor") -> None:

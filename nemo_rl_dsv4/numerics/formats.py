@@ -73,7 +73,7 @@ def encode(values: Tensor, fmt: str) -> Tensor:
                 "e2m1 has no NaN: found NaN among the values to encode; check the tensor before quantizing"
             )
         table = torch.tensor(_E2M1_CODE_OF_TWICE, dtype=torch.uint8, device=values.device)
-        magnitude = table[(rounded.abs() * 2).to(torch.int64)]
+        magnitude = table[(rounded.abs() * 2).to(torch.int32)]
         return magnitude | (rounded.signbit().to(torch.uint8) << 3)
     dtype = format_of(fmt).dtype
     assert dtype is not None
@@ -85,7 +85,7 @@ def decode(codes: Tensor, fmt: str) -> Tensor:
     if fmt == "e2m1":
         values = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device=codes.device)
         values = torch.cat([values, -values])
-        return values[codes.to(torch.int64)]
+        return values[codes.to(torch.int32)]
     dtype = format_of(fmt).dtype
     assert dtype is not None
     return codes.view(dtype).to(torch.float32)

@@ -42,7 +42,7 @@ class RolloutProfile:
     hidden_bf16_steps: after which steps of clamp -> silu -> product the expert hidden state is rounded to BF16.
     swiglu_clamp: gate <= limit and up in +-limit (the model's swiglu_limit) on routed experts.
     o_proj_bf16_after_rope: BF16 rounding between the inverse RoPE (FP32) and the o_proj quantization.
-    kv_swa_bf16_steps / kv_compressed_bf16_steps / indexer_k_bf16_steps: BF16 casts on the way to quantization, each
+    kv_swa_, kv_compressed_, indexer_q_, indexer_k_bf16_steps: BF16 casts on the way to quantization, each
     after the named step. indexer_hadamard: Walsh-Hadamard transform of q and k before quantization.
     indexer_q_scale_in_head_weights: the q scale multiplies the FP32 head weights instead of the codes.
     yarn_on_window_layers: YaRN is also applied on ratio-0 layers.
@@ -57,6 +57,7 @@ class RolloutProfile:
     o_proj_bf16_after_rope: bool = False
     kv_swa_bf16_steps: tuple[str, ...] = ("norm", "rope")
     kv_compressed_bf16_steps: tuple[str, ...] = ("nope",)
+    indexer_q_bf16_steps: tuple[str, ...] = ("rope",)
     indexer_k_bf16_steps: tuple[str, ...] = ("rope",)
     indexer_hadamard: bool = False
     indexer_q_scale_in_head_weights: bool = True
@@ -124,17 +125,20 @@ _KV_SCALE_FLOOR = replace(_KV, amax_floor=448 * 1e-4)
 _VLLM = "vLLM 0.26.0"
 
 
-def _vllm_cuda(group: QuantSpec, kv_compressed: QuantSpec, o_proj: QuantSpec) -> dict[str, Site]:
+def _vllm_cuda(group: QuantSpec) -> dict[str, Site]:
     weight_note = "exported without a floor; the engine re-quantizes with floor 1e-4, lossless for power-of-two scales"
+    tiny = "; the kernel also clamps the scale at 1e-10, seen only by groups whose amax is under 4.5e-8"
     return {
         "linear.weight": Site(_WEIGHT, _VLLM, weight_note),
-        "linear.input": Site(group, _VLLM, "VLLM_USE_DEEP_GEMM_E8M0=1; float scales with 0"),
-        "o_proj.input": Site(o_proj, _VLLM, "always UE8M0; inverse RoPE in FP32, no rounding before quantization"),
+        "linear.input": Site(group, _VLLM, "VLLM_USE_DEEP_GEMM_E8M0=1 (float scales with 0)" + tiny),
+        "o_proj.input": Site(
+            _GROUP, _VLLM, "always UE8M0, by log2 on every GPU; FP32 inverse RoPE, no rounding before it is quantized"
+        ),
         "expert.weight": Site(_WEIGHT, _VLLM, "expert_dtype fp8; a block never spans two experts"),
         "expert.input": Site(group, _VLLM),
         "expert.hidden": Site(group, _VLLM, "after clamp and SwiGLU, before the down GEMM"),
         "kv.swa": Site(_KV, _VLLM, "fp8_ds_mla, last 64 RoPE dims stay BF16"),
-        "kv.compressed": Site(kv_compressed, _VLLM, "C4 and C128 entries; scale clamped at 1e-4, so s >= 2^-13"),
+        "kv.compressed": Site(_KV_SCALE_FLOOR, _VLLM, "C4 and C128 entries; scale clamped at 1e-4, so s >= 2^-13"),
         "indexer.q": Site(_INDEXER, _VLLM, "per head"),
         "indexer.k": Site(_INDEXER, _VLLM, "whole head, scale kept in float32"),
     }
@@ -191,14 +195,14 @@ PROFILES: dict[str, RolloutProfile] = {
         RolloutProfile(
             "vllm-hopper",
             "vLLM 0.26.0 with DeepGEMM on H100/H200",
-            _vllm_cuda(_GROUP, _KV_SCALE_FLOOR, _GROUP),
+            _vllm_cuda(_GROUP),
             hidden_bf16_steps=("clamp", "silu", "product"),
             yarn_on_window_layers=True,
         ),
         RolloutProfile(
             "vllm-blackwell",
             "vLLM 0.26.0 with DeepGEMM on B200/B300",
-            _vllm_cuda(_BITS_GROUP, _KV_SCALE_FLOOR, _BITS_GROUP),
+            _vllm_cuda(_BITS_GROUP),
             yarn_on_window_layers=True,
         ),
         RolloutProfile(

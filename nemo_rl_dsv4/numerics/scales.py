@@ -25,7 +25,7 @@ def block_scale(amax: Tensor, spec: QuantSpec) -> Tensor:
         lowered = floored * 2.0 ** (127 - (max_bits >> 23))  # first, so that the largest amax does not carry into Inf
         bits = torch.nan_to_num(lowered, nan=math.inf, posinf=math.inf).view(torch.int32)
         if spec.scale_rounding == "log2f":
-            power = bits + _log2f_carry(spec.max_value, bits.device)[bits >> 23]
+            power = bits + log2f_carry(spec.max_value, bits.device)[bits >> 23]
         else:
             power = bits + (MANTISSA_MASK - (max_bits & MANTISSA_MASK))
         scale = power.bitwise_and_(EXPONENT_MASK).view(torch.float32)
@@ -42,9 +42,8 @@ def _float_bits(value: float) -> int:
     return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
-@functools.cache
-def _log2f_carry(max_value: float, device: torch.device) -> Tensor:
-    """int32 [256], per biased exponent of amax * 2^-k: what to add to its bits to get the scale's exponent.
+def _carry_table(max_value: float) -> list[int]:
+    """Per biased exponent of amax * 2^-k: what to add to its bits to get the scale's exponent under the log2f rule.
 
     The exact rule adds the distance from max's mantissa to a full one. log2f raises the threshold by the number of ulp
     above max * 2^e for which log2f(amax/max) still rounds to e.
@@ -62,4 +61,19 @@ def _log2f_carry(max_value: float, device: torch.device) -> Tensor:
         half = 0.0 if exponent == 0 else 2.0 ** (math.floor(math.log2(steps)) - 24)
         slack = math.floor((math.floor(half * math.log(2.0) * 2.0**23) + 0.5) * 2.0 * mantissa)
         table.append(exact - slack)
-    return torch.tensor(table, dtype=torch.int32, device=device)
+    return table
+
+
+_CARRY = {largest: torch.tensor(_carry_table(largest), dtype=torch.int32) for largest in (448.0, 240.0, 224.0, 6.0)}
+
+
+def log2f_carry(max_value: float, device: torch.device) -> Tensor:
+    """int32 [256] table of the log2f rule on ``device``, copied there once."""
+    if torch.compiler.is_compiling():
+        return _CARRY[max_value].to(device)
+    return _carry_on(max_value, device)
+
+
+@functools.cache
+def _carry_on(max_value: float, device: torch.device) -> Tensor:
+    return _CARRY[max_value].to(device)

@@ -42,6 +42,8 @@ class QuantSpec:
                 )
         if len(self.block) != 2 or not all(isinstance(b, int) and b > 0 for b in self.block):
             raise NumericsError(f"QuantSpec.block is {self.block!r}; wanted two positive integers (rows, cols)")
+        if self.fmt == "e2m1" and self.block[1] % 2:
+            raise NumericsError(f"QuantSpec.block is {self.block!r}; e2m1 packs two a byte and wanted even columns")
         if not 0.0 <= self.amax_floor < math.inf:
             raise NumericsError(f"QuantSpec.amax_floor is {self.amax_floor!r}; wanted a finite number >= 0")
         if self.keep_last < 0:
