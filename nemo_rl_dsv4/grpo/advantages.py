@@ -30,7 +30,7 @@ def group_baseline_and_std(rewards_B: Tensor, group_B: Tensor, *, leave_one_out:
     Args:
         rewards_B: float [B].
         group_B: int64 [B], 0..G-1, from :func:`prompt_groups`.
-        leave_one_out: True: mean and std over the other responses of the group (RLOO, arXiv 2402.14740); False: over all.
+        leave_one_out: True: over the other responses of the group (RLOO, arXiv 2402.14740); False: over all.
 
     The std is the unbiased one (n - 1 in the denominator). A group of one gets its own reward as baseline, so its
     advantage is 0. A std that needs two values and has fewer is 0, and so is one that float32 rewards cannot resolve

@@ -52,6 +52,10 @@ class Rollouts:
             changed[name] = tensor[index]
         return replace(self, **changed)
 
+    def with_rewards(self, rewards: Tensor, *, raw: Tensor | None = None) -> "Rollouts":
+        """The same responses with other rewards, and other raw rewards if given."""
+        return replace(self, rewards=rewards, raw_rewards=self.raw_rewards if raw is None else raw)
+
     def _tensors(self) -> dict[str, Tensor]:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -135,8 +139,8 @@ def build_train_data(rollouts: Rollouts, *, pad_id: int, divisible_by: int, over
 
     Returns:
         `input_ids` int64 [B, S], `input_lengths` int64 [B] (prompt + response), `generation_logprobs` float32 [B, S],
-        `token_mask` int64 [B, S] (1 on response tokens), `sample_mask` float32 [B], and `routed_experts` [B, S, L, K] if
-        the rollout recorded them. S is the longest sequence rounded up to a multiple of `divisible_by`.
+        `token_mask` int64 [B, S] (1 on response tokens), `sample_mask` float32 [B], and `routed_experts` [B, S, L, K]
+        if the rollout recorded them. S is the longest sequence rounded up to a multiple of `divisible_by`.
     """
     input_lengths = rollouts.prompt_lengths + rollouts.response_lengths
     length = padded_length(int(input_lengths.max()), divisible_by)

@@ -39,7 +39,7 @@ def clipped_policy_gradient(advantages: Tensor, ratio: Tensor, clipped_ratio: Te
 
 
 def dual_clip(token_loss: Tensor, advantages: Tensor, ratio_clip_c: float | None) -> Tensor:
-    """min(loss, -A c) where A < 0, so that a huge ratio cannot push further (arXiv 1912.09729); None leaves the loss."""
+    """min(loss, -A c) where A < 0, so that a huge ratio cannot push further (arXiv 1912.09729); None: unchanged."""
     if ratio_clip_c is None:
         return token_loss
     return torch.where(advantages < 0, torch.minimum(token_loss, -advantages * ratio_clip_c), token_loss)
@@ -58,7 +58,7 @@ class _Tokens(NamedTuple):
 
 
 class ClippedPGLoss:
-    """Callable loss over a micro-batch; the parts of all micro-batches and ranks sum to the loss of the global batch."""
+    """Loss of a micro-batch; the parts of all micro-batches and ranks sum to the loss of the global batch."""
 
     def __init__(self, settings: LossSettings) -> None:
         self.settings = settings
@@ -74,10 +74,10 @@ class ClippedPGLoss:
         """Loss of a micro-batch and its metrics.
 
         Args:
-            next_token_logprobs: log-probability of token i + 1 at position i under the weights being trained, [B, S - 1],
-                with gradient. Any float dtype; computed on in float32.
-            data: `advantages`, `prev_logprobs` (not read with force_on_policy_ratio), `generation_logprobs`, `token_mask`
-                [B, S], `sample_mask` [B], and `reference_policy_logprobs` [B, S] if the KL penalty is not 0.
+            next_token_logprobs: log-probability of token i + 1 at position i under the weights being trained,
+                [B, S - 1] of any float dtype, with gradient. Computed on in float32.
+            data: `advantages`, `prev_logprobs` (not read with force_on_policy_ratio), `generation_logprobs`,
+                `token_mask` [B, S], `sample_mask` [B]; with a KL penalty `reference_policy_logprobs` [B, S].
             global_valid_seqs: sum of sample_mask over the global batch.
             global_valid_tokens: sum of token_mask[:, 1:] * sample_mask over the global batch.
 

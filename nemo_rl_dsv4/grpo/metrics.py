@@ -1,6 +1,8 @@
 """How far rollout and training probabilities lie apart, and how metrics of micro-batches become one number a step.
 
-r = rollout logprob, t = training logprob of each sampled token (t is `prev_logprobs`: the same weights as the rollout).
+r = rollout logprob, t = training logprob of each sampled token. A comparison holds for: response tokens only (prompt
+and padding are masked), the same weights on both sides (t is `prev_logprobs`, taken before the update of the step), and
+the same temperature on both sides (logprobs of the raw logits).
 Per-token formulas return [B, T] in the dtype given; :func:`mismatch_metrics` evaluates them in float64, because k3 of
 probabilities that nearly agree is far below float32's resolution of exp(d).
 Names are NeMo-RL's, and verl's for `rollout_corr/kl` (k1) and `training/rollout_probs_diff_*`.
@@ -113,6 +115,15 @@ def scale_for_updates(metrics: Mapping[str, float], num_updates: int) -> dict[st
     A step of several global batches sums over all their micro-batches; divided first, the sum is the mean over updates.
     """
     return {name: value if _is_extreme(name) else value / num_updates for name, value in metrics.items()}
+
+
+def collect_micro_batches(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """[{name: value}, ...] of micro-batches to {name: [value, ...]}, the form of the policy's `all_mb_metrics`."""
+    collected: dict[str, list[float]] = {}
+    for part in metrics:
+        for name, value in part.items():
+            collected.setdefault(name, []).append(value)
+    return collected
 
 
 def combine_micro_batches(all_mb_metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:

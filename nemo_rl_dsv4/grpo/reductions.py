@@ -1,7 +1,7 @@
 """Masked sums with a global normaliser.
 
-Every mean of this package is a sum over the local rows divided by a count taken over the whole global batch. Summing the
-results of all micro-batches and ranks then gives the single-batch value, whatever the split.
+Every mean of this package is a sum over the local rows divided by a count taken over the whole global batch. Summing
+the results of all micro-batches and ranks then gives the single-batch value, whatever the split.
 
 Shapes: B sequences, T predicted positions (sequence length - 1).
 """

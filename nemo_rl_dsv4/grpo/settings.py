@@ -1,8 +1,8 @@
 """Settings the GRPO loop reads, under NeMo-RL's key names.
 
-Each class names the keys of one recipe section (`grpo`, `loss_fn`, `checkpointing`); defaults are those of NeMo-RL main.
-The recipe schema lives elsewhere: :func:`read_section` copies the attributes over, so any object with these attributes
-(a pydantic model, a plain namespace) will do, and a missing one is an error rather than a default.
+Each class names the keys of one recipe section (`grpo`, `loss_fn`, `checkpointing`); defaults are those of NeMo-RL
+main. The recipe schema lives elsewhere: :func:`read_section` copies the attributes over, so any object with these
+attributes (a pydantic model, a plain namespace) will do, and a missing one is an error rather than a default.
 """
 
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -214,14 +214,110 @@ class CheckpointSettings:
     checkpoint_must_save_by: str | None = None
     """Wall-clock `DD:HH:MM:SS` since the start by which a last checkpoint must be written and the run ends."""
 
+    @property
+    def seconds_to_save_by(self) -> float | None:
+        """`checkpoint_must_save_by` in seconds; None when it is not set."""
+        if self.checkpoint_must_save_by is None:
+            return None
+        days, hours, minutes, seconds = (int(part) for part in self.checkpoint_must_save_by.split(":"))
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
     def __post_init__(self) -> None:
         _require(self.save_period >= 1, "checkpointing.save_period", self.save_period, "at least 1")
         kept = self.keep_top_k
         _require(kept is None or kept >= 1, "checkpointing.keep_top_k", kept, "at least 1, or null to keep all")
+        parts = (self.checkpoint_must_save_by or "0:0:0:0").split(":")
+        _require(
+            len(parts) == 4 and all(part.isdecimal() for part in parts),
+            "checkpointing.checkpoint_must_save_by",
+            self.checkpoint_must_save_by,
+            "DD:HH:MM:SS, for example 00:03:45:00, or null",
+        )
         name = self.metric_name
-        well_formed = name is None or name.split(":", 1)[0] in ("val", "train") and ":" in name
+        well_formed = name is None or (name.split(":", 1)[0] in ("val", "train") and ":" in name)
         _require(
             well_formed, "checkpointing.metric_name", name, "val:NAME, train:NAME or null, for example val:accuracy"
+        )
+
+
+@dataclass(frozen=True)
+class ValidationSampling:
+    """`policy.generation.val_*`: how validation samples."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Everything the trainer reads of a recipe."""
+
+    grpo: GRPOSettings = field(default_factory=GRPOSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    checkpointing: CheckpointSettings = field(default_factory=CheckpointSettings)
+    validation_sampling: ValidationSampling = field(default_factory=ValidationSampling)
+    sequence_multiple: int = 1
+    """`policy.make_sequence_length_divisible_by`."""
+    train_global_batch_size: int | None = None
+    """`policy.train_global_batch_size`; None is not checked."""
+    processes: int = 1
+    """Training processes, for throughput per GPU."""
+    config_yaml: str | None = None
+    """The resolved recipe, kept in every checkpoint."""
+
+    def __post_init__(self) -> None:
+        penalty = self.loss.reference_policy_kl_penalty
+        _require(
+            not (self.grpo.skip_reference_policy_logprobs_calculation and penalty != 0),
+            "grpo.skip_reference_policy_logprobs_calculation",
+            True,
+            f"false, because loss_fn.reference_policy_kl_penalty is {penalty}",
+        )
+        rows = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+        size = self.train_global_batch_size
+        _require(
+            size is None or rows % size == 0,
+            "policy.train_global_batch_size",
+            size,
+            f"a divisor of num_prompts_per_step x num_generations_per_prompt = {rows}",
+        )
+        _require(
+            not self.loss.force_on_policy_ratio or size is None or size == rows,
+            "policy.train_global_batch_size",
+            size,
+            f"{rows}, because loss_fn.force_on_policy_ratio needs one update per rollout",
+        )
+
+    @property
+    def needs_prev_logprobs(self) -> bool:
+        """False when the ratio is 1 by definition and no sequence is masked by its disagreement."""
+        return not self.loss.force_on_policy_ratio or self.grpo.seq_logprob_error_threshold is not None
+
+    @property
+    def needs_reference_logprobs(self) -> bool:
+        """Only a KL penalty reads them."""
+        return self.loss.reference_policy_kl_penalty != 0
+
+    @classmethod
+    def from_config(cls, config: Any) -> "TrainerSettings":
+        """Read a recipe: sections `grpo`, `loss_fn`, `checkpointing`, `policy`, and `world_size`, `resolved_yaml()`.
+
+        Raises:
+            UserError: a key is missing, out of range, or contradicts another.
+        """
+        generation = config.policy.generation
+        return cls(
+            grpo=read_section(GRPOSettings, config.grpo, "grpo"),
+            loss=read_section(LossSettings, config.loss_fn, "loss_fn"),
+            checkpointing=read_section(CheckpointSettings, config.checkpointing, "checkpointing"),
+            validation_sampling=ValidationSampling(
+                generation.val_temperature, generation.val_top_p, generation.val_top_k
+            ),
+            sequence_multiple=config.policy.make_sequence_length_divisible_by,
+            train_global_batch_size=config.policy.train_global_batch_size,
+            processes=config.world_size,
+            config_yaml=config.resolved_yaml(),
         )
 
 

@@ -152,7 +152,7 @@ def test_kl_penalty_value_and_gradient(kind, value, gradient):
 
 
 def test_kl_gradient_is_that_of_the_exact_kl_in_expectation():
-    """Summed over all tokens with their probabilities, the gradient of k1 and k3 equals that of KL(policy || reference)."""
+    """Summed over all tokens with their probabilities, k1 and k3 have the gradient of KL(policy || reference)."""
     logits = torch.tensor([0.3, -0.2, 0.9], requires_grad=True)
     reference = torch.tensor([0.1, 0.5, -0.4]).log_softmax(-1)
     exact = (logits.softmax(-1) * (logits.log_softmax(-1) - reference)).sum()
@@ -281,8 +281,8 @@ def test_gradient_matches_finite_differences():
 def test_force_on_policy_needs_no_previous_logprobs():
     data = random_batch()
     del data["prev_logprobs"]
-    loss, grad, metrics = run(VARIANTS["on-policy"], data, [(0, 6)])
-    seqs, tokens = count_valid(data)
+    _, grad, metrics = run(VARIANTS["on-policy"], data, [(0, 6)])
+    _, tokens = count_valid(data)
     mask = (data["token_mask"] * data["sample_mask"].unsqueeze(-1))[:, 1:]
     torch.testing.assert_close(grad, -data["advantages"][:, 1:] * mask / tokens)
     assert metrics["probs_ratio"] == pytest.approx(1.0)

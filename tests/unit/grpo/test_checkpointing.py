@@ -1,0 +1,158 @@
+import json
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore, read_checkpoint
+from nemo_rl_dsv4.grpo.rng import restore_rng_state, rng_state
+from nemo_rl_dsv4.grpo.settings import CheckpointSettings
+
+
+def write(store: CheckpointStore, step: int, **info) -> Path:
+    def save(folder: Path) -> None:
+        (folder / "weights").mkdir(parents=True)
+        (folder / "weights" / "part.bin").write_bytes(bytes([step]) * 1000)
+
+    return store.write(step, {"step": step, **info}, save, config_yaml=f"step: {step}\n")
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_write_and_read_back(tmp_path):
+    folder = write(CheckpointStore(tmp_path / "new" / "folder", CheckpointSettings()), 3, consumed_samples=96)
+    assert read_checkpoint(folder) == {"step": 3, "consumed_samples": 96}
+    assert (folder / "config.yaml").read_text() == "step: 3\n"
+    assert steps(folder.parent) == ["step_3"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda f: (f / "policy/weights/part.bin").write_bytes(b"x" * 999),
+            "part.bin has 999 bytes, 1000 were written",
+        ),
+        (lambda f: (f / "policy/weights/part.bin").write_bytes(b"x" * 1000), "content of policy/weights/part.bin"),
+        (lambda f: (f / "policy/weights/part.bin").unlink(), "part.bin is missing"),
+        (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is not JSON"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda f: (f / "manifest.json").write_text("[]"), "holds no JSON object"),
+    ],
+)
+def test_damage_is_named_and_the_previous_checkpoint_is_used(tmp_path, caplog, damage, message):
+    """Whatever is wrong with the newest checkpoint, resuming takes the one before, with a warning that says why."""
+    store = CheckpointStore(tmp_path, CheckpointSettings(keep_top_k=1))
+    store.settings = CheckpointSettings()
+    write(store, 1)
+    newest = write(store, 2)
+    damage(newest)
+    with pytest.raises(UserError, match=message):
+        read_checkpoint(newest)
+    with caplog.at_level(logging.WARNING):
+        assert store.latest() == tmp_path / "step_1"
+    assert "step_2" in caplog.text and "damaged" in caplog.text
+
+
+def test_damaged_checkpoint_does_not_count_as_kept(tmp_path):
+    """keep_top_k 1 with a damaged newer checkpoint must not delete the only good one."""
+    store = CheckpointStore(tmp_path, CheckpointSettings(keep_top_k=1))
+    write(store, 1)
+    damaged = tmp_path / "step_5"
+    damaged.mkdir()
+    (damaged / "manifest.json").write_text("{")
+    write(store, 2)
+    assert steps(tmp_path) == ["step_2", "step_5"]
+    assert store.latest() == tmp_path / "step_2"
+
+
+def test_nothing_whole_to_resume_from(tmp_path):
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        CheckpointStore(tmp_path / "missing", CheckpointSettings()).latest()
+    with pytest.raises(UserError, match="does not exist"):
+        read_checkpoint(tmp_path / "step_9")
+
+
+def test_keep_top_k_by_metric_keeps_the_newest_too(tmp_path):
+    """Two best by accuracy, ties to the newer; the newest survives even when it is the worst."""
+    settings = CheckpointSettings(keep_top_k=2, metric_name="val:accuracy")
+    store = CheckpointStore(tmp_path, settings)
+    for step, accuracy in [(1, 0.5), (2, 0.9), (3, 0.9), (10, 0.1)]:
+        write(store, step, **{"val:accuracy": accuracy})
+    assert steps(tmp_path) == ["step_10", "step_2", "step_3"]
+    write(store, 11)
+    assert steps(tmp_path) == ["step_11", "step_2", "step_3"]
+
+
+def test_keep_top_k_lower_is_better_and_by_age(tmp_path):
+    lower = CheckpointStore(
+        tmp_path / "a", CheckpointSettings(keep_top_k=1, metric_name="train:loss", higher_is_better=False)
+    )
+    for step, loss in [(1, 0.1), (2, 0.3), (3, 0.2)]:
+        write(lower, step, **{"train:loss": loss})
+    assert steps(tmp_path / "a") == ["step_1", "step_3"]
+    by_age = CheckpointStore(tmp_path / "b", CheckpointSettings(keep_top_k=2))
+    for step in (8, 9, 10):
+        write(by_age, step)
+    assert steps(tmp_path / "b") == ["step_10", "step_9"]
+
+
+def test_leftovers_of_a_killed_process_are_cleared(tmp_path):
+    """A kill -9 in the middle of a write, of a removal, or between the two renames of a replacement."""
+    store = CheckpointStore(tmp_path, CheckpointSettings())
+    write(store, 1)
+    (tmp_path / "step_1").rename(tmp_path / "old_step_1")
+    for name in ("tmp_step_2", "tmp_delete_step_7"):
+        (tmp_path / name / "policy").mkdir(parents=True)
+    assert store.latest() == tmp_path / "step_1"
+    assert steps(tmp_path) == ["step_1"]
+
+
+def test_step_written_again_replaces_the_old_one(tmp_path):
+    store = CheckpointStore(tmp_path, CheckpointSettings())
+    write(store, 1, run="first")
+    write(store, 1, run="second")
+    assert read_checkpoint(tmp_path / "step_1")["run"] == "second"
+    assert steps(tmp_path) == ["step_1"]
+
+
+def test_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with pytest.raises(UserError, match=r"cannot write the checkpoint of step 1 .*checkpoint_dir"):
+        write(CheckpointStore(blocked, CheckpointSettings()), 1)
+
+
+def test_information_that_is_not_json_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError):
+        write(CheckpointStore(tmp_path, CheckpointSettings()), 1, broken=float("nan"))
+    assert steps(tmp_path) == []
+
+
+def test_random_state_round_trips_through_json():
+    """Python's, numpy's and torch's next numbers are the same after a save, other draws, and a restore."""
+
+    def draw() -> tuple[float, float, float, float]:
+        return random.random(), random.gauss(0, 1), float(np.random.rand()), torch.rand(1).item()
+
+    random.gauss(0, 1)
+    np.random.randn()
+    saved = json.loads(json.dumps(rng_state()))
+    expected = draw()
+    draw()
+    restore_rng_state(saved)
+    assert draw() == expected
+
+
+@pytest.mark.parametrize(
+    "values", [{"metric_name": "accuracy"}, {"keep_top_k": 0}, {"checkpoint_must_save_by": "4h"}, {"save_period": 0}]
+)
+def test_bad_settings_are_named(values):
+    with pytest.raises(UserError, match=next(iter(values))):
+        CheckpointSettings(**values)
