@@ -148,9 +148,9 @@ def test_foreign_names_are_refused_with_an_example(tiny_config: dict[str, Any]) 
     wanted = expected_tensors(tiny_config)
     with pytest.raises(UserError, match=r"none of the \d+ DeepSeek-V4 tensors.*model\.layers\.0"):
         check_names(["model.layers.0.self_attn.q_a_proj.weight"], wanted, "weights")
-    with pytest.raises(UserError, match="'head.weight' missing"):
+    with pytest.raises(UserError, match=r"'head\.weight' missing"):
         check_names(set(wanted) - {"head.weight"}, wanted, "weights")
-    with pytest.raises(UserError, match="'layers.9.attn_norm.weight' unexpected"):
+    with pytest.raises(UserError, match=r"'layers\.9\.attn_norm\.weight' unexpected"):
         check_names([*wanted, "layers.9.attn_norm.weight"], wanted, "weights")
 
 

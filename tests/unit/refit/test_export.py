@@ -171,7 +171,7 @@ def test_zero_hash_table_is_refused(training_state: State) -> None:
 
 
 def test_unknown_key_and_scale_dtype_are_refused(training_state: State) -> None:
-    with pytest.raises(UserError, match="scale_dtype is torch.float16"):
+    with pytest.raises(UserError, match=r"scale_dtype is torch\.float16"):
         list(export_weights(training_state, "vllm-hopper", scale_dtype=torch.float16))
     with pytest.raises(UserError, match=r"'model\.layers\.0\.self_attn\.extra\.weight'"):
         training_state["model.layers.0.self_attn.extra.weight"] = torch.ones(2, 2)

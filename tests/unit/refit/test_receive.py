@@ -54,7 +54,7 @@ def test_two_refits_write_every_tensor_in_place(
 def test_engine_computes_what_a_trainer_with_rounded_weights_computes(
     engine: torch.nn.Module, training_state: State, random_official: State, tiny_config: dict[str, Any]
 ) -> None:
-    """Measured 6e-6 between the two implementations after the refit; without rounding the trainer is 0.3 away."""
+    """Measured: 5e-6 between the two implementations after the refit; a trainer that does not round is 3 away."""
     from nemo_automodel.components.models.common import BackendConfig
     from nemo_automodel.components.models.deepseek_v4.model import DeepseekV4ForCausalLM as Policy
 
@@ -75,7 +75,7 @@ def test_engine_computes_what_a_trainer_with_rounded_weights_computes(
             AUTOMODEL.view(state[slot.key], slot).copy_(rounded(name, value))
         qat = policy(input_ids=tokens).logits
     torch.testing.assert_close(rollout, qat, atol=2e-5, rtol=0)
-    assert (rollout - plain).abs().max() > 0.01
+    assert (rollout - plain).abs().max() > 0.1
 
 
 def test_weights_arrive_in_buckets(engine: torch.nn.Module, training_state: State) -> None:
