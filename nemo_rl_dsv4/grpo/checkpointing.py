@@ -179,6 +179,24 @@ class CheckpointStore:
         return [path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
 
 
+def latest_of_runs(folder: Path, settings: CheckpointSettings) -> Path:
+    """The newest whole checkpoint of the newest run that has one, where each run has a folder of its own.
+
+    Args:
+        folder: holds one folder a run, such as `exp_003`; the highest number is the newest run.
+        settings: `checkpointing`.
+
+    Raises:
+        UserError: no run has a whole checkpoint.
+    """
+    runs = [path for path in Path(folder).glob("*_*") if path.is_dir() and path.name.rpartition("_")[2].isdecimal()]
+    for run in sorted(runs, key=lambda path: int(path.name.rpartition("_")[2]), reverse=True):
+        store = CheckpointStore(run, settings)
+        if store.all():
+            return store.latest()
+    raise UserError(f"{folder} holds no run with a whole checkpoint; start without --resume")
+
+
 def read_checkpoint(folder: Path, *, hashes: bool = True) -> dict[str, Any]:
     """Check a checkpoint against its manifest and return training_info.json.
 

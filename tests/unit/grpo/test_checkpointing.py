@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore, read_checkpoint
+from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore, latest_of_runs, read_checkpoint
 from nemo_rl_dsv4.grpo.rng import restore_rng_state, rng_state
 from nemo_rl_dsv4.grpo.settings import CheckpointSettings
 
@@ -77,6 +77,17 @@ def test_nothing_whole_to_resume_from(tmp_path):
         CheckpointStore(tmp_path / "missing", CheckpointSettings()).latest()
     with pytest.raises(UserError, match="does not exist"):
         read_checkpoint(tmp_path / "step_9")
+
+
+def test_newest_run_that_has_a_checkpoint(tmp_path):
+    """exp_010 comes after exp_009, and a newer run that never saved is passed over."""
+    settings = CheckpointSettings()
+    with pytest.raises(UserError, match="no run with a whole checkpoint"):
+        latest_of_runs(tmp_path, settings)
+    for run, step in (("exp_009", 30), ("exp_010", 2)):
+        write(CheckpointStore(tmp_path / run, settings), step)
+    (tmp_path / "exp_011" / "tmp_step_4").mkdir(parents=True)
+    assert latest_of_runs(tmp_path, settings) == tmp_path / "exp_010" / "step_2"
 
 
 def test_keep_top_k_by_metric_keeps_the_newest_too(tmp_path):

@@ -1,8 +1,10 @@
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from nemo_rl_dsv4.config import load_config
 from nemo_rl_dsv4.config.algorithm import GRPO, ClippedPGLoss
 from nemo_rl_dsv4.config.run import Checkpointing
 from nemo_rl_dsv4.errors import UserError
@@ -15,6 +17,8 @@ from nemo_rl_dsv4.grpo.settings import (
     read_section,
 )
 
+RECIPES = Path(__file__).parents[3] / "examples" / "configs" / "recipes" / "llm"
+
 
 @pytest.mark.parametrize(
     ("kind", "section"),
@@ -24,6 +28,17 @@ def test_recipe_sections_have_every_key_the_trainer_reads(kind, section):
     """A key renamed in the recipe schema would otherwise only be missed when a run starts."""
     found = read_section(kind, section, "section")
     assert isinstance(found, kind)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_makes_trainer_settings(recipe):
+    """Defaults chain, interpolation and cross-checks of every shipped recipe end in settings the trainer accepts."""
+    config = load_config(recipe, ["grpo.max_num_steps=7"])
+    found = TrainerSettings.from_config(config)
+    assert found.grpo.max_num_steps == 7
+    assert found.train_global_batch_size == config.policy.train_global_batch_size
+    assert found.loss.ratio_clip_max == config.loss_fn.ratio_clip_max
+    assert found.config_yaml is not None and "max_num_steps: 7" in found.config_yaml
 
 
 def test_values_are_copied_and_nested_sections_read():

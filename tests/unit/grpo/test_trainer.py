@@ -125,7 +125,11 @@ def test_learns_with_other_losses(loss):
 
 
 def test_rollout_that_rounds_shows_in_the_mismatch_metrics():
-    """An exact rollout has KL 0 (float32 noise); one that rounds to BF16 does not, and the mask threshold sees it."""
+    """An exact rollout has KL 0 (float32 noise); one that rounds to BF16 does not, and the mask threshold sees it.
+
+    Case C092: both sides are compared on response tokens, with the weights of the rollout (before the two updates of
+    the step) and at one temperature; with the weights after the updates the exact rollout would not give 0.
+    """
     _, _, exact = train(replace(SETTINGS, grpo=replace(GRPO, max_num_steps=1)))
     rounded_settings = replace(SETTINGS, grpo=replace(GRPO, max_num_steps=1, seq_logprob_error_threshold=1.002))
     _, _, rounded = train(rounded_settings, generation=ToyGeneration(torch.bfloat16))
