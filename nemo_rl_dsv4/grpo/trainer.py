@@ -146,7 +146,6 @@ def grpo_train(
             validation = run_validation()
             logged |= named_for_log("validation", validation)
             summary.stop_reason = summary.stop_reason or target_reached(validation, settings)
-
         logged |= named_for_log("refit", rollout.take_metrics())
 
         due = step % settings.checkpointing.save_period == 0 or bool(summary.stop_reason)
@@ -155,6 +154,7 @@ def grpo_train(
                 policy.prepare_for_training()
                 info = training_info(state, loader, logged, settings)
                 summary.checkpoints.append(checkpoints.write(step, info, policy.save_checkpoint, settings.config_yaml))
+                policy.finish_training()
 
         seconds = phases.seconds()
         speed = throughput(seconds, metrics["total_num_tokens"], len(rollouts), settings.processes)
