@@ -23,7 +23,9 @@ HEADER = """\
 # Install:  pip install --require-hashes -r requirements.lock && pip install --no-deps -e .
 """
 EXPORT = ["uv", "export", "--frozen", "--no-emit-project", "--no-header", "--no-annotate", "--group", "test"]
-REQUIREMENT = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]*)(\[[a-z0-9,._-]+\])?==(?P<version>[^\s;]+)( ; [^\\]+)?( \\)?")
+REQUIREMENT = re.compile(
+    r"(?P<name>[a-z0-9][a-z0-9._-]*)(\[[a-z0-9,._-]+\])?==(?P<version>[A-Za-z0-9.!+_-]+)( ; [^\\]+)?( \\)?"
+)
 HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}( \\)?")
 
 

@@ -53,6 +53,8 @@ class WarmStart(Section):
     """AdamW's momentum factors."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Gradient norm is clipped to this."""
+    careless_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.4
+    """Share of demonstrations that stop after the first step of a problem: a habit for RL to remove."""
 
 
 class TinyModel(Section):

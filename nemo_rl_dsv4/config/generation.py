@@ -88,8 +88,12 @@ class VllmCfg(Section):
 class ReferenceCfg(Section):
     """The CPU reference engine: transformers' DeepSeek-V4 with the rounding of `policy.dsv4.rollout_profile`."""
 
+    num_workers: Positive = 1
+    """Engine processes; prompts are dealt over them."""
     batch_size: Positive = 128
-    """Sequences decoded at once."""
+    """Sequences decoded at once by one engine."""
+    length_slack: Annotated[int, Field(ge=0)] = 12
+    """Prompts whose lengths differ by at most this many tokens are decoded together."""
     num_threads: Positive = 1
     """Torch threads of the engine's process."""
     experts: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -33,12 +32,13 @@ def load_layers(path: Path) -> list[tuple[Path, DictConfig]]:
 
 
 def merge_layers(layers: list[tuple[Path, DictConfig]]) -> DictConfig:
-    """One mapping out of `load_layers`; interpolations stay unresolved."""
+    """One mapping out of `load_layers`, whose `_override_` marks are used up; interpolations stay unresolved."""
     merged = DictConfig({})
     for path, layer in layers:
         _drop_overridden(merged, layer)
         try:
-            merged.merge_with(_without_marks(layer))
+            _remove_marks(layer)
+            merged.merge_with(layer)
         except OmegaConfBaseException as error:
             raise UserError(f"{path}: {_first_line(error)}") from error
     return merged
@@ -106,15 +106,13 @@ def _drop_overridden(merged: DictConfig, layer: DictConfig) -> None:
             _drop_overridden(below, value)
 
 
-def _without_marks(layer: DictConfig) -> DictConfig:
-    def strip(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {k: strip(v) for k, v in node.items() if k != OVERRIDE_MARK}
-        if isinstance(node, list):
-            return [strip(v) for v in node]
-        return node
-
-    return DictConfig(strip(OmegaConf.to_container(layer, resolve=False)))
+def _remove_marks(section: DictConfig) -> None:
+    """Takes `_override_` out of `section` and everything below it."""
+    section.pop(OVERRIDE_MARK, None)
+    for key in section:
+        value = child(section, str(key))
+        if is_plain_mapping(value):
+            _remove_marks(value)
 
 
 def _first_line(error: BaseException) -> str:

@@ -43,19 +43,17 @@ def _all_paths(section: type[BaseModel]) -> tuple[str, ...]:
 
 def is_known(root: type[BaseModel], path: str) -> bool:
     """Whether the schema has this key path; anything may stand under an open mapping."""
-    section: type[BaseModel] | None = root
-    for key in path.split("."):
-        if section is None:
-            return True
-        if issubclass(section, DisabledSection):
-            return True
-        fields = fields_of(section)
-        if key not in fields:
-            return False
-        section = fields[key]
-        if section is None:
-            return True
-    return True
+    key, _, rest = path.partition(".")
+    info = next((info for name, info in root.model_fields.items() if (info.alias or name) == key), None)
+    if info is None:
+        return issubclass(root, DisabledSection)
+    child, kind = section_of(info.annotation), str(info.annotation)
+    if child is not None and "list" in kind:
+        # The next word is an index into the list.
+        rest = rest.partition(".")[2]
+    if not rest:
+        return True
+    return "dict" in kind if child is None else is_known(child, rest)
 
 
 def nearest(root: type[BaseModel], path: str) -> str:

@@ -98,12 +98,6 @@ def check_batches(config: MasterConfig) -> None:
         "policy.train_global_batch_size",
         "choose a multiple of it",
     )
-    per_rank = policy.train_global_batch_size // config.data_parallel_size
-    require(
-        policy.train_micro_batch_size <= per_rank,
-        f"policy.train_micro_batch_size is {policy.train_micro_batch_size}, but a rank gets only {per_rank} of the "
-        f"{policy.train_global_batch_size} sequences of an update; set it to {per_rank} or less",
-    )
 
 
 def check_lengths(config: MasterConfig) -> None:
@@ -136,3 +130,33 @@ def check_lengths(config: MasterConfig) -> None:
         f"policy.generation.vllm_cfg.max_model_len is {engine}, less than policy.max_total_sequence_length = {total}; "
         "the engine would cut sequences that the trainer accepts",
     )
+
+
+def check_rollout_layout(config: MasterConfig) -> None:
+    """The rollout engine's ranks fit the GPUs, and its data-parallel size is 1."""
+    generation, where = config.policy.generation, "policy.generation.vllm_cfg"
+    if generation.backend != "vllm":
+        return
+    engine = generation.vllm_cfg
+    tensor, expert = engine.tensor_parallel_size, engine.expert_parallel_size
+    # vLLM's expert ranks are data x tensor ranks. With data ranks of its own an engine waits for dummy batches.
+    require(
+        expert <= tensor,
+        f"{where}.expert_parallel_size is {expert}, more than {where}.tensor_parallel_size = {tensor}: vLLM would run "
+        f"{expert // tensor} data-parallel ranks in lockstep, which hangs; use at most {tensor}",
+    )
+    if generation.colocated.enabled:
+        require_divides(
+            tensor * engine.pipeline_parallel_size,
+            f"{where}.tensor_parallel_size * pipeline_parallel_size",
+            config.world_size,
+            "cluster.gpus_per_node * cluster.num_nodes",
+            "change one of them",
+        )
+    else:
+        resources = generation.colocated.resources
+        require(
+            resources.gpus_per_node is not None or resources.num_nodes is not None,
+            "policy.generation.colocated.enabled is false but policy.generation.colocated.resources is empty; say how "
+            "many GPUs or nodes generation gets",
+        )

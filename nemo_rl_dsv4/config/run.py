@@ -16,7 +16,7 @@ class Dataset(Section):
     """One set of problems."""
 
     dataset_name: str | None = None
-    """`word_problems`, `reasoning_gym:<name>`, `ResponseDataset` (a JSON-lines file), or the dotted path of a callable."""
+    """`word_problems`, `reasoning_gym:<name>`, `ResponseDataset` (a JSON-lines file), or a callable's dotted path."""
     size: NonNegative | None = None
     """Problems in the set; null for the set's own size."""
     seed: NonNegative | None = None
@@ -60,6 +60,8 @@ class Data(Section):
 
     max_input_seq_length: Positive | None = None
     """Longest prompt in tokens; longer ones are an error. Null for the policy's limit."""
+    overlong_prompts: Literal["error", "filter"] = "error"
+    """What to do with a prompt beyond `max_input_seq_length`: stop, or leave it out and count it."""
     shuffle: bool = True
     """Shuffle training problems anew each epoch."""
     num_workers: NonNegative = 1

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from nemo_rl_dsv4.config.master import MasterConfig
-from nemo_rl_dsv4.config.rules_of_layout import check_batches, check_layout, check_lengths, check_model
+from nemo_rl_dsv4.config.rules_of_layout import (
+    check_batches,
+    check_layout,
+    check_lengths,
+    check_model,
+    check_rollout_layout,
+)
 from nemo_rl_dsv4.config.rules_of_numerics import check_hardware, check_numerics
 from nemo_rl_dsv4.config.rules_of_run import check_algorithm, check_data, check_outputs, check_scheduler
 from nemo_rl_dsv4.config.runtime_choice import Runtime, choose_runtime
@@ -16,7 +22,15 @@ def validate(config: MasterConfig) -> Runtime:
         UserError: the first rule that does not hold, with the keys, the values found and what would fit.
     """
     runtime = choose_runtime(config)
-    for check in (check_model, check_layout, check_batches, check_lengths, check_numerics, check_hardware):
+    for check in (
+        check_model,
+        check_layout,
+        check_batches,
+        check_lengths,
+        check_numerics,
+        check_hardware,
+        check_rollout_layout,
+    ):
         check(config)
     check_data(config, runtime)
     for check in (check_scheduler, check_outputs, check_algorithm):

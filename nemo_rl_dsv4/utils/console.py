@@ -156,9 +156,9 @@ def print_summary(console: Console, results: Mapping[str, object], files: Mappin
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in results.items():
-        table.add_row(name, Text(str(value)))
+        table.add_row(Text(name), Text(str(value)))
     if results and files:
         table.add_section()
     for name, path in files.items():
-        table.add_row(name, Text(str(path)))
+        table.add_row(Text(name), Text(str(path)))
     console.print(table)

@@ -1,0 +1,59 @@
+"""`nemo-rl-dsv4 plot` and `nemo-rl-dsv4 profiles`."""
+
+import json
+
+import pytest
+
+from nemo_rl_dsv4.cli.main import COMMANDS, main
+
+
+@pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)], ids=lambda a: " ".join(a) or "itself")
+def test_help_has_an_example(capsys, arguments):
+    assert main([*arguments, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "example" in shown and "nemo-rl-dsv4 " in shown.partition("example")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "arguments are required: COMMAND"),
+        (["plt"], "invalid choice: 'plt'"),
+        (["plot"], "RUN_DIR"),
+        (["plot", "nowhere"], "nowhere: no such run folder"),
+        (["profiles", "vllm-hoper"], "unknown rollout profile 'vllm-hoper'; valid: bf16, vllm-hopper"),
+        (["profiles", "bf16", "--diff", "bf16", "vllm-hopper"], "either NAME"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and message in shown.err
+
+
+def test_profiles_lists_names_and_sites(capsys):
+    assert main(["profiles"]) == 0
+    assert "vllm-rocm-gfx950" in capsys.readouterr().out
+    assert main(["profiles", "vllm-hopper", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    linear = next(row for row in rows if row["site"] == "linear.weight")
+    assert (linear["groups"], linear["scale"]) == ("128x128", "ue8m0")
+    assert main(["profiles", "vllm-hopper"]) == 0
+    assert "fp8_ds_mla" in capsys.readouterr().out
+
+
+def test_profiles_diff_ends_with_1_where_two_differ(capsys):
+    assert main(["profiles", "--diff", "vllm-hopper", "vllm-blackwell", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["differences"]
+    assert {"site": "linear.input", "field": "rounding", "vllm-hopper": "log2f", "vllm-blackwell": "bits"} in found
+    assert main(["profiles", "--diff", "bf16", "bf16"]) == 0
+    assert capsys.readouterr().out.strip() == "no difference"
+
+
+def test_plot_names_what_it_wrote(capsys, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n{"step": 2, "train/reward": 0.6}\n')
+    assert main(["plot", str(tmp_path), "--json"]) == 0
+    files = json.loads(capsys.readouterr().out)
+    assert files == {"plots": str(tmp_path / "summary.png"), "report": str(tmp_path / "report.html")}
+    assert main(["plot", str(tmp_path)]) == 0
+    assert f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out

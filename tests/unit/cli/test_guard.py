@@ -1,0 +1,56 @@
+"""Exit statuses and lines of a failing command."""
+
+import pickle
+
+import pytest
+
+from nemo_rl_dsv4.cli.guard import guarded
+from nemo_rl_dsv4.errors import UserError
+
+
+def raises(error):
+    def command() -> int:
+        raise error
+
+    return command
+
+
+def test_the_status_of_a_command_that_ends_is_its_own(capsys):
+    assert guarded(lambda: 0) == 0 and guarded(lambda: 1) == 1
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (UserError("grpo.seed is 'x'\nwanted an integer"), 2, "error: grpo.seed is 'x' wanted an integer\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_an_error_of_the_user_is_one_line(capsys, error, status, line):
+    assert guarded(raises(error)) == status
+    assert capsys.readouterr() == ("", line)
+
+
+@pytest.mark.parametrize("error", [UserError("wrong"), KeyboardInterrupt()])
+def test_debug_shows_the_traceback(capsys, error):
+    assert guarded(raises(error), debug=True) in (2, 130)
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_user_error_from_a_ray_task_is_its_own_message(capsys):
+    """Ray wraps a worker's exception in one whose text holds the worker's traceback; only the message must be shown."""
+    from ray.exceptions import RayTaskError
+
+    try:
+        raise UserError("the checkpoint is cut short")
+    except UserError as original:
+        wrapped = RayTaskError("task", "Traceback (most recent call last): ...", original).as_instanceof_cause()
+    assert guarded(raises(wrapped)) == 2
+    assert capsys.readouterr().err == "error: the checkpoint is cut short\n"
+    assert str(pickle.loads(pickle.dumps(UserError("a")))) == "a"
+
+
+def test_a_defect_is_not_hidden():
+    with pytest.raises(ZeroDivisionError):
+        guarded(lambda: 1 // 0)

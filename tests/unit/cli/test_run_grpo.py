@@ -1,0 +1,150 @@
+"""`examples/run_grpo.py` as a user calls it."""
+
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_dsv4.cli.run_grpo import main, parse
+
+ROOT = Path(__file__).parents[3]
+RECIPE = str(ROOT / "examples/configs/recipes/llm/grpo-dsv4-tiny-1n0g-automodel-cp2ep2-qat.yaml")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Stands in for the runtime and records what it was started with."""
+    calls = []
+    runtime = types.ModuleType("nemo_rl_dsv4.runtime")
+    runtime.run = lambda config, resume: calls.append((config, resume))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nemo_rl_dsv4.runtime", runtime)
+    return calls
+
+
+@pytest.fixture
+def places(tmp_path):
+    return [f"logger.log_dir={tmp_path}/logs", f"checkpointing.checkpoint_dir={tmp_path}/ckpt", "runtime=embedded"]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples/run_grpo.py"), *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_help_shows_an_example_and_is_quick():
+    start = time.process_time()
+    shown = command("--help")
+    assert shown.returncode == 0 and "--config examples/configs/recipes/llm/" in shown.stdout
+    for option in ("--dry-run", "--resume", "--debug", "key=value"):
+        assert option in shown.stdout
+    assert time.process_time() - start < 2
+
+
+def test_parsing_a_recipe_does_not_import_torch():
+    """Bad input used to wait for torch, which takes seconds to import."""
+    code = (
+        "import sys; from nemo_rl_dsv4.cli.run_grpo import main; status = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "--config", RECIPE, "grpo.sed=1"], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "error: 'grpo.sed=1': unknown key grpo.sed; did you mean grpo.seed?\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--config (see --help)"),
+        (["--config"], "expected one argument"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml: no such recipe file"),
+        (["--config", RECIPE, "--dryrun"], "unrecognized arguments: --dryrun"),
+        (["--config", RECIPE, "policy.dsv4.cpu_processes=3"], "does not divide"),
+        (["--config", RECIPE, "logger.log_dir=/proc/logs"], "cannot write in /proc"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, started, arguments, message):
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("error: ") and shown.err.count("\n") == 1
+    assert message in shown.err and started == []
+
+
+def test_dry_run_shows_the_topology_and_writes_nothing(capsys, started, places, tmp_path):
+    assert main(["--config", RECIPE, "--dry-run", *places]) == 0
+    shown = capsys.readouterr().out
+    assert "2 CPU processes" in shown and "16 prompts x 8 responses = 128 sequences" in shown
+    assert "exp_001/" in shown and "ckpt/exp_001/step_N/" in shown
+    assert started == [] and list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_of_a_large_layout_shortens_the_list_of_ranks(capsys, places):
+    layout = [
+        "cluster.gpus_per_node=8",
+        "cluster.num_nodes=16",
+        "policy.dsv4.cpu_processes=1",
+        "policy.generation.backend=vllm",
+        "policy.dtensor_cfg.context_parallel_size=8",
+        "policy.dtensor_cfg.expert_parallel_size=128",
+        "policy.dsv4.tiny.n_routed_experts=128",
+        "policy.dsv4.tiny.max_position_embeddings=1024",
+    ]
+    assert main(["--config", RECIPE, "--dry-run", *places, *layout]) == 0
+    shown = capsys.readouterr().out
+    assert "Ranks (128)" in shown and "16 nodes x 8 GPUs" in shown
+    assert len(shown.splitlines()) < 70
+
+
+def test_a_run_gets_the_resolved_recipe(started, places):
+    assert main(["--config", RECIPE, "grpo.seed=7", *places]) == 0
+    (config, resume), *more = started
+    assert config.grpo.seed == 7 and resume is None and more == []
+
+
+def test_old_flags_are_reported(capsys, started, places):
+    flag = "+policy.hf_config_overrides.fp8_ds_mla_fake_quant_kv=true"
+    assert main(["--config", RECIPE, flag, *places]) == 0
+    assert "note: policy.hf_config_overrides.fp8_ds_mla_fake_quant_kv: true is read as" in capsys.readouterr().err
+
+
+def test_resume_takes_a_folder_the_newest_run_or_says_that_there_is_none(capsys, started, places, tmp_path):
+    assert main(["--config", RECIPE, "--resume", *places]) == 2
+    assert "there is no run in" in capsys.readouterr().err
+    for name in ("exp_002", "exp_010"):
+        (tmp_path / "logs" / name).mkdir(parents=True)
+        (tmp_path / "logs" / name / "config.yaml").write_text("a: 1\n")
+    (tmp_path / "logs" / "exp_011").mkdir()
+    assert main(["--config", RECIPE, "--resume", *places]) == 0
+    assert main(["--config", RECIPE, *places, "--resume", str(tmp_path / "logs" / "exp_002")]) == 0
+    assert [resume.name for _, resume in started] == ["exp_010", "exp_002"]
+    assert main(["--config", RECIPE, *places, "--resume", str(tmp_path / "logs" / "exp_011")]) == 2
+    assert "holds no config.yaml" in capsys.readouterr().err
+
+
+def test_the_word_after_resume_may_be_an_override():
+    assert vars(parse(["--config", "r", "--resume", "a=1", "b=2"])) | {"debug": None} == {
+        "config": "r",
+        "resume": "",
+        "overrides": ["a=1", "b=2"],
+        "dry_run": False,
+        "debug": None,
+    }
+    assert parse(["a=1", "--resume", "logs/exp_001", "b=2", "--config", "r"]).overrides == ["a=1", "b=2"]
+
+
+def test_ctrl_c_in_a_run_is_one_line(capsys, places, monkeypatch):
+    def interrupted(config, resume):
+        raise KeyboardInterrupt
+
+    runtime = types.ModuleType("nemo_rl_dsv4.runtime")
+    runtime.run = interrupted  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nemo_rl_dsv4.runtime", runtime)
+    assert main(["--config", RECIPE, *places]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

@@ -1,0 +1,215 @@
+"""Rules between keys: each refusal names the keys and the fix, and the neighbouring allowed value passes."""
+
+import json
+
+import pytest
+
+from nemo_rl_dsv4.config import load_config, validate
+from nemo_rl_dsv4.config.rules_of_run import check_writable
+from nemo_rl_dsv4.errors import UserError
+
+PROCESSES = "policy.dsv4.cpu_processes"
+CP, EP = "policy.dtensor_cfg.context_parallel_size", "policy.dtensor_cfg.expert_parallel_size"
+GPU = ["cluster.gpus_per_node=8", "policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_model_len=256"]
+
+REFUSED = {
+    "cp does not divide the processes": ([f"{CP}=2"], f"cpu_processes .* is 1, which {CP} = 2 does not divide"),
+    "ep does not divide the processes": ([f"{PROCESSES}=2", f"{EP}=4"], f"is 2, which {EP} = 4 does not divide"),
+    "ep does not divide the experts": (
+        [f"{PROCESSES}=3", f"{EP}=3", "policy.train_global_batch_size=32"],
+        f"routed experts is 8, which {EP} = 3 does not divide",
+    ),
+    "no tensor parallelism": ([f"{PROCESSES}=2", "policy.dtensor_cfg.tensor_parallel_size=2"], "wanted 1"),
+    "replicas do not divide": ([f"{PROCESSES}=2", "policy.dtensor_cfg.dp_replicate_size=3"], "dp_replicate_size = 3"),
+    "update does not divide the rollouts": (
+        ["policy.train_global_batch_size=100"],
+        "set train_global_batch_size to 128",
+    ),
+    "ranks do not divide the update": (
+        [f"{PROCESSES}=3", "policy.train_global_batch_size=64"],
+        "train_global_batch_size is 64, which the data-parallel size .* = 3 does not divide",
+    ),
+    "one update per step": (
+        ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=64"],
+        "train_global_batch_size.*force_on_policy_ratio",
+    ),
+    "longer than the model": (
+        ["policy.max_total_sequence_length=1025", "data.max_input_seq_length=200"],
+        "1025, longer than the model's max_position_embeddings 1024",
+    ),
+    "longer than the model once padded": (
+        [
+            f"{PROCESSES}=2",
+            f"{CP}=2",
+            "policy.max_total_sequence_length=1000",
+            "policy.dsv4.tiny.max_position_embeddings=1000",
+        ],
+        r"1000 \(1024 after padding to a multiple of 256\)",
+    ),
+    "response longer than the sequence": (["policy.generation.max_new_tokens=257"], "max_new_tokens is 257"),
+    "prompt longer than the sequence": (["data.max_input_seq_length=257"], "max_input_seq_length is 257"),
+    "engine shorter than the sequence": (
+        [*GPU[:2], "policy.generation.vllm_cfg.max_model_len=255"],
+        "max_model_len is 255",
+    ),
+    "qat without rounding": (
+        [
+            f"policy.dsv4.fake_quant.{s}=false"
+            for s in ("weights", "linear_inputs", "o_proj", "experts", "kv", "indexer")
+        ],
+        "nothing is rounded; use train_mode bf16",
+    ),
+    "qat against a BF16 rollout": (
+        ["policy.dsv4.rollout_profile=bf16"],
+        "rollout_profile is bf16, which rounds nothing",
+    ),
+    "bf16 with rounded products": (
+        ["policy.dsv4.train_mode=bf16", "policy.dsv4.fake_quant.experts=true"],
+        "fake_quant.experts is true; bf16 rounds at most kv and indexer",
+    ),
+    "fp8 is not there": (["policy.dsv4.train_mode=fp8"], "train_mode is fp8"),
+    "vllm without GPUs": (["policy.generation.backend=vllm"], "backend is vllm .*; use reference"),
+    "reference with GPUs": (["cluster.gpus_per_node=8"], "backend is reference"),
+    "CPU processes with GPUs": ([*GPU, f"{PROCESSES}=2"], "cpu_processes is 2"),
+    "auto without a GPU": (["policy.dsv4.rollout_profile=auto"], "name a profile, such as vllm-hopper"),
+    "a GPU kernel on a CPU": (["policy.dtensor_cfg.automodel_kwargs.backend.attn=tilelang"], "use sdpa or eager"),
+    "DeepEP on a CPU": (["policy.dtensor_cfg.automodel_kwargs.backend.dispatcher=deepep"], "use torch"),
+    "offloading on a CPU": (["policy.dtensor_cfg.cpu_offload=true"], "nothing to offload"),
+    "nodes on a CPU": (["cluster.num_nodes=2"], "num_nodes is 2"),
+    "engine does not divide the GPUs": (
+        [*GPU, "policy.generation.vllm_cfg.tensor_parallel_size=3"],
+        "= 3 does not divide",
+    ),
+    "own GPUs for the rollout, but none": (
+        [*GPU, "policy.generation.colocated.enabled=false"],
+        "how many GPUs or nodes",
+    ),
+    "truncation without a bound": (
+        ["loss_fn.truncated_importance_sampling_ratio=null"],
+        "truncated_importance_sampling_ratio",
+    ),
+    "penalty without reference": (
+        ["grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0.1"],
+        "skip_reference_policy_logprobs_calculation",
+    ),
+    "multiplier without dynamic sampling": (["grpo.batch_multiplier=2"], "use_dynamic_sampling is false"),
+    "empty training set": (["data.train.size=0"], "data.train.size is 0: an empty dataset"),
+    "empty validation set": (["data.validation.size=0"], "data.validation.size is 0: an empty dataset"),
+    "unnamed data set": (["data.train.dataset_name=null"], "dataset_name is null"),
+    "training set smaller than a step": (["data.train.size=15"], "fewer than grpo.num_prompts_per_step = 16"),
+    "validation without data": (["data.validation=null"], "give a validation set"),
+    "ranking by validation that is off": (
+        ["grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"],
+        "metric_name is val:accuracy but validation is off",
+    ),
+    "one ratio per layer": (["policy.dsv4.tiny.num_hidden_layers=4"], "has 5 entries but .* is 4"),
+    "more experts a token than experts": (["policy.dsv4.tiny.num_experts_per_tok=9"], "is 9, more than"),
+    "odd RoPE": (["policy.dsv4.tiny.qk_rope_head_dim=15"], "must be even"),
+    "output groups": (["policy.dsv4.tiny.o_groups=3"], "o_groups = 3 does not divide"),
+    "tiny without sizes": (["policy.dsv4.tiny=null"], "policy.dsv4.tiny is null"),
+    "no such checkpoint": (["policy.model_name=./nowhere"], "no such folder"),
+    "another model with the tiny tokenizer": (
+        ["policy.model_name=a/b", "policy.tokenizer.name=tiny"],
+        "tokenizer.name is tiny",
+    ),
+    "milestones that do not fit": (
+        ["policy.scheduler=[{name:torch.optim.lr_scheduler.ConstantLR},{milestones:[5]}]"],
+        "wanted 0",
+    ),
+    "no torch schedule": (["policy.scheduler=[{name:my.Schedule}]"], "wanted a class of torch.optim.lr_scheduler"),
+    "a part that is both": (["policy.scheduler=[{kwargs:{}}]"], "either a name"),
+    "tracker that is not installed": (["logger.wandb_enabled=true"], "wandb is not installed"),
+}
+
+
+@pytest.fixture
+def recipe(tiny, tmp_path):
+    places = [f"logger.log_dir={tmp_path}/logs", f"checkpointing.checkpoint_dir={tmp_path}/ckpt", "runtime=embedded"]
+    return lambda overrides: load_config(tiny, [*places, *overrides])
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_combination_that_cannot_work_is_refused(recipe, case, monkeypatch):
+    overrides, message = REFUSED[case]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=message) as caught:
+        validate(recipe(overrides))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [f"{PROCESSES}=4", f"{CP}=2", f"{EP}=4"],
+        [f"{PROCESSES}=2", f"{EP}=2", "policy.dtensor_cfg.dp_replicate_size=1"],
+        ["policy.train_global_batch_size=64"],
+        ["policy.train_micro_batch_size=100"],
+        ["policy.max_total_sequence_length=1024"],
+        ["policy.dsv4.train_mode=bf16", "policy.dsv4.fake_quant.kv=true", "policy.dsv4.fake_quant.indexer=true"],
+        ["policy.dsv4.train_mode=bf16", "policy.dsv4.rollout_profile=bf16"],
+        ["policy.dsv4.fake_quant.o_proj=false"],
+        ["loss_fn.force_on_policy_ratio=true"],
+        ["policy.scheduler=null"],
+        ["policy.scheduler=[{name:torch.optim.lr_scheduler.ConstantLR,kwargs:{factor:1.0}}]"],
+        [*GPU, "policy.dsv4.rollout_profile=auto"],
+        ["checkpointing.enabled=false"],
+    ],
+    ids=lambda overrides: " ".join(overrides) or "as it is",
+)
+def test_neighbouring_combinations_are_allowed(recipe, overrides):
+    assert validate(recipe(overrides)) == "embedded"
+
+
+def test_rollout_with_data_parallel_ranks_is_refused(recipe):
+    """C089: a vLLM engine with expert ranks beyond its tensor ranks has data-parallel ranks, and generation hangs."""
+    engine = "policy.generation.vllm_cfg"
+    overrides = [*GPU, f"{engine}.tensor_parallel_size=4", f"{engine}.expert_parallel_size=8"]
+    with pytest.raises(UserError, match="2 data-parallel ranks in lockstep, which hangs; use at most 4"):
+        validate(recipe(overrides))
+    assert validate(recipe([*GPU, f"{engine}.tensor_parallel_size=8", f"{engine}.expert_parallel_size=1"]))
+
+
+def test_limits_come_from_a_checkpoint_folder(recipe, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 200, "n_routed_experts": 8}))
+    overrides = [f"policy.model_name={folder}"]
+    with pytest.raises(UserError, match="longer than the model's max_position_embeddings 200"):
+        validate(recipe(overrides))
+    validate(recipe([*overrides, "+policy.hf_config_overrides.max_position_embeddings=256"]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "holds no config.json"), ("{", "not valid JSON"), ("3", "wanted a mapping")]
+)
+def test_a_broken_checkpoint_folder_is_named(recipe, tmp_path, content, message):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if content is not None:
+        (folder / "config.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        validate(recipe([f"policy.model_name={folder}"]))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_nothing_is_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"logger.log_dir is '.*', but .*file is a file"):
+        check_writable(str(tmp_path / "file" / "logs"), "logger.log_dir")
+    with pytest.raises(UserError, match="logger.log_dir is '/proc/logs': cannot write in /proc"):
+        check_writable("/proc/logs", "logger.log_dir")
+    check_writable(str(tmp_path / "a" / "b"), "logger.log_dir")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_nemo_rl_is_found_by_its_source_and_not_by_the_placeholder(recipe, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "nemo_rl").mkdir()
+    (tmp_path / "nemo_rl" / "__init__.py").write_text("raise RuntimeError('must not be imported to be found')")
+    assert validate(recipe(["runtime=auto"])) == "embedded"
+    with pytest.raises(UserError, match="put its checkout on PYTHONPATH"):
+        validate(recipe(["runtime=nemo_rl"]))
+    (tmp_path / "nemo_rl" / "algorithms").mkdir()
+    (tmp_path / "nemo_rl" / "algorithms" / "grpo.py").write_text("")
+    assert validate(recipe(["runtime=auto"])) == "nemo_rl"
+    assert validate(recipe(["runtime=embedded"])) == "embedded"

@@ -1,0 +1,75 @@
+"""Pictures and the report."""
+
+import base64
+import re
+
+import pytest
+from matplotlib.image import imread
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.utils.metrics_file import append_step
+from nemo_rl_dsv4.utils.plots import running_mean, series
+from nemo_rl_dsv4.utils.report import plot_run, table
+
+
+def write_run(folder, steps=12):
+    for step in range(steps):
+        metrics = {
+            "train/reward": 0.3 + 0.01 * step,
+            "train/gen_kl_error": 10.0 ** -(5 + step % 3),
+            "training/rollout_probs_diff_mean": 1e-3,
+            "train/approx_entropy": 0.5,
+            "timing/train/total_step_time": 4.0,
+            "timing/train/generation": 1.5,
+        }
+        if step % 5 == 0:
+            metrics["validation/accuracy"] = 0.4
+        append_step(folder / "metrics.jsonl", step, metrics)
+    (folder / "config.yaml").write_text("policy: {model_name: <b>tiny</b>}\n")
+
+
+def test_series_leaves_out_steps_without_a_number():
+    records = [{"step": 0, "a": 1.0}, {"step": 1}, {"step": 2, "a": None}, {"step": 3, "a": 0.0}]
+    assert series(records, "a") == ([0, 3], [1.0, 0.0])
+
+
+def test_running_mean_starts_with_what_there_is():
+    assert running_mean([1.0, 3.0, 5.0, 7.0], width=2) == [1.0, 2.0, 4.0, 6.0]
+
+
+def test_a_run_gets_a_picture_and_a_report_that_needs_no_other_file(tmp_path):
+    write_run(tmp_path)
+    files = plot_run(tmp_path)
+    picture = imread(files["plots"])
+    assert picture.shape[0] > 500 and picture.shape[1] > 1000
+    assert len({tuple(pixel) for pixel in picture[::7, ::7].reshape(-1, picture.shape[2]).tolist()}) > 20
+    page = files["report"].read_text()
+    image = re.search(r'src="data:image/png;base64,([^"]+)"', page)
+    assert image is not None and base64.b64decode(image[1]) == files["plots"].read_bytes()
+    assert "&lt;b&gt;tiny&lt;/b&gt;" in page and "<b>tiny" not in page
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl", "report.html", "summary.png"]
+
+
+@pytest.mark.parametrize(
+    "metrics", [{}, {"train/reward": 0.5}, {"train/gen_kl_error": 0.0, "timing/train/generation": 0.0}]
+)
+def test_a_run_with_few_metrics_still_gets_its_picture(tmp_path, metrics):
+    """Zero on a log axis, and stacked bars of height zero, used to be errors or warnings."""
+    append_step(tmp_path / "metrics.jsonl", 1, metrics)
+    assert plot_run(tmp_path)["plots"].stat().st_size > 10_000
+
+
+def test_the_table_has_first_last_mean_smallest_and_largest():
+    records = [{"step": s, "train/reward": v} for s, v in ((1, 0.5), (2, 0.25), (3, 0.75))]
+    assert table(records) == [("Reward", "0.5000", "0.7500", "0.5000", "0.2500", "0.7500")]
+
+
+def test_a_folder_without_steps_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no such run folder"):
+        plot_run(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="holds no metrics.jsonl"):
+        plot_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1')
+    with pytest.raises(UserError, match="no finished step"):
+        plot_run(tmp_path)
