@@ -10,7 +10,7 @@ prompt has ended feeds back its own samples. Nothing is ever left-padded, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from nemo_rl_dsv4.generation.rounding import install_rollout_rounding
 from nemo_rl_dsv4.generation.sampling import SamplingParams, request_uniforms, sample_tokens, token_logprobs
 from nemo_rl_dsv4.model.checkpoint_format import transformers_config
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
+from nemo_rl_dsv4.refit.receive import receive_weights
+from nemo_rl_dsv4.refit.report import RefitReport
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class ReferenceEngine:
         profile: the engine whose rounding it imitates; `bf16` rounds nothing.
         max_batch_size: most sequences decoded together.
         length_slack: most tokens by which prompt lengths in one batch may differ.
+        experts: transformers' implementation of the expert products.
         decode: token ids -> text, needed only for stop strings.
     """
 
@@ -58,17 +61,29 @@ class ReferenceEngine:
         *,
         max_batch_size: int = 128,
         length_slack: int = 12,
+        experts: str = "eager",
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         config = transformers_config(dict(hf_config))
         config._attn_implementation = "eager"
-        config._experts_implementation = "eager"
+        config._experts_implementation = experts
         self.config = config
         self.profile = profile
         self.max_batch_size, self.length_slack, self.decode = max_batch_size, length_slack, decode
         self.model = hf.DeepseekV4ForCausalLM(config).float().eval().requires_grad_(False)
         self.rounded_sites = install_rollout_rounding(self.model, profile)
         self.has_weights = False
+
+    def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]]) -> RefitReport:
+        """Load what the refit exporter yields, in place, and return the report.
+
+        Raises:
+            UserError: the stream is incomplete or damaged; the engine then refuses to generate until a good refit.
+        """
+        self.has_weights = False
+        report = receive_weights(self.model, iter(stream))
+        self.has_weights = True
+        return report
 
     def generate(
         self,

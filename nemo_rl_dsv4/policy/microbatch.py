@@ -1,18 +1,21 @@
 """Cut a batch into micro-batches of similar length.
 
 Shapes: B sequences, S tokens. Rows are right-padded, so cutting trailing columns that are padding for every row of a
-micro-batch changes no result; sorting rows by length makes the cut large. Every rank of an expert-parallel group has to run
-the same number of forward passes, so the number of micro-batches depends on the number of rows alone.
+micro-batch changes no result; sorting rows by length and starting a new micro-batch where the length jumps makes the cut
+large. Losses are sums with global normalisers, so how rows are grouped changes no result either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nemo_rl_dsv4.errors import UserError
+
+LENGTH_JUMP = 1.5
+"""Rows longer than this times the shortest of a micro-batch start a new one."""
 
 
 @dataclass(frozen=True)
@@ -29,39 +32,66 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def micro_batches(
-    data: dict[str, torch.Tensor], size: int, *, multiple: int = 1, pad_values: dict[str, float] | None = None
+def length_groups(lengths_B: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Row indices in groups of at most `size`, shortest first, none mixing lengths beyond `LENGTH_JUMP`."""
+    order = torch.argsort(lengths_B, stable=True).tolist()
+    groups: list[list[int]] = []
+    for row in order:
+        if not groups or len(groups[-1]) == size or lengths_B[row] > LENGTH_JUMP * lengths_B[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(row)
+    return [torch.tensor(group, dtype=torch.long) for group in groups]
+
+
+def split_into(groups: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """Halve the largest groups until there are `count`.
+
+    Ranks that share collectives have to run the same number of forward passes; a rank with fewer groups than its peers
+    splits some.
+
+    Raises:
+        UserError: fewer rows than groups wanted.
+    """
+    parts = list(groups)
+    rows = sum(len(part) for part in parts)
+    if count > rows:
+        raise UserError(f"a rank holds {rows} sequences but a peer needs {count} micro-batches; use larger global batches")
+    while len(parts) < count:
+        largest = max(range(len(parts)), key=lambda i: len(parts[i]))
+        half = len(parts[largest]) // 2
+        parts[largest : largest + 1] = [parts[largest][:half], parts[largest][half:]]
+    return parts
+
+
+def cut_rows(
+    data: dict[str, torch.Tensor], groups: Sequence[torch.Tensor], *, multiple: int = 1
 ) -> Iterator[MicroBatch]:
-    """Yield the rows of `data` in micro-batches of `size`, shortest first.
+    """Yield the rows of each group, cut to the group's longest row.
 
     Args:
         data: tensors with leading dim B; `input_ids` [B, S] and `input_lengths` [B] are needed.
-        size: rows per micro-batch; the last one may be smaller.
-        multiple: every micro-batch's length is padded up to this (context parallelism needs it).
-        pad_values: value for columns added beyond S, by tensor name; 0 where not named.
-
-    Raises:
-        UserError: a length that is not within 1..S.
+        groups: row indices of each micro-batch.
+        multiple: a micro-batch's length is padded with zeros up to this (context parallelism needs it).
     """
+    lengths, width = data["input_lengths"].long(), data["input_ids"].shape[1]
+    for rows in groups:
+        length = round_up(int(lengths[rows].max()), multiple)
+        yield MicroBatch(rows, length, {name: _fit(tensor[rows], width, length) for name, tensor in data.items()})
+
+
+def check_lengths(data: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return `input_lengths` as int64 [B]; `UserError` if one is not within 1..S."""
     lengths, width = data["input_lengths"].long(), data["input_ids"].shape[1]
     if lengths.numel() and (int(lengths.min()) < 1 or int(lengths.max()) > width):
         raise UserError(
             f"input_lengths span {int(lengths.min())}..{int(lengths.max())}; wanted 1..{width} (the width of input_ids)"
         )
-    order = torch.argsort(lengths, stable=True)
-    for start in range(0, len(order), size):
-        rows = order[start : start + size]
-        length = round_up(int(lengths[rows].max()), multiple)
-        cut = {
-            name: _fit(tensor[rows], width, length, (pad_values or {}).get(name, 0)) for name, tensor in data.items()
-        }
-        yield MicroBatch(rows, length, cut)
+    return lengths
 
 
-def _fit(tensor: torch.Tensor, width: int, length: int, pad_value: float) -> torch.Tensor:
+def _fit(tensor: torch.Tensor, width: int, length: int) -> torch.Tensor:
     if tensor.ndim < 2 or tensor.shape[1] != width:
         return tensor
     if length <= width:
         return tensor[:, :length]
-    extra = tensor.new_full((tensor.shape[0], length - width, *tensor.shape[2:]), pad_value)
-    return torch.cat([tensor, extra], dim=1)
+    return torch.cat([tensor, tensor.new_zeros(tensor.shape[0], length - width, *tensor.shape[2:])], dim=1)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.qat import InstallReport, install_fake_quant, invalidate_rounded_weights
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
-from nemo_rl_dsv4.policy.microbatch import micro_batches
+from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
 from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler
 from nemo_rl_dsv4.policy.parallel import Meshes, _GatherAlongDim, parallelize
 
@@ -44,6 +44,7 @@ class PolicyWorker:
         scheduler: the recipe's schedule list, or None.
         max_grad_norm: clipping threshold, None for no clipping.
         activation_checkpointing: recompute activations in the backward pass.
+        keep_reference: keep a copy of the initial weights (this rank's shards) for `get_reference_logprobs`.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class PolicyWorker:
         scheduler: list[Mapping[str, Any]] | None = None,
         max_grad_norm: float | None = 1.0,
         activation_checkpointing: bool = False,
+        keep_reference: bool = False,
     ) -> None:
         self.meshes = meshes
         self.rounding: InstallReport | None = None
@@ -69,6 +71,7 @@ class PolicyWorker:
         self.max_grad_norm = max_grad_norm
         self.optimizer = build_optimizer(self.model.parameters(), optimizer["name"], optimizer["kwargs"])
         self.scheduler = build_scheduler(self.optimizer, scheduler)
+        self.reference = [_local(p).detach().clone() for p in self.model.parameters()] if keep_reference else None
         self.model.train()
 
     # Scoring ------------------------------------------------------------------------------------------------------
@@ -87,7 +90,7 @@ class PolicyWorker:
         out = torch.zeros(ids.shape, dtype=torch.float32)
         needed = {name: data[name] for name in ("input_ids", "input_lengths")}
         self.model.eval()
-        for part in micro_batches(needed, self.logprob_batch_size, multiple=self._multiple):
+        for part in self._micro_batches(needed, self.logprob_batch_size):
             logprobs = self._row_logprobs(part.data)
             width = min(part.length, ids.shape[1])
             positions = torch.arange(1, width)
@@ -96,9 +99,41 @@ class PolicyWorker:
         self.model.train()
         return {"logprobs": out}
 
-    @property
-    def _multiple(self) -> int:
-        return CP_LOCAL_MULTIPLE * self.meshes.sizes.cp if self.meshes.sizes.cp > 1 else 1
+    def get_reference_logprobs(self, data: Batch) -> Batch:
+        """`reference_logprobs` under the initial weights; otherwise as `get_logprobs`.
+
+        Raises:
+            UserError: the worker was built without `keep_reference`.
+        """
+        if self.reference is None:
+            raise UserError("no reference policy was kept; loss_fn.reference_policy_kl_penalty must be above 0 at start")
+        with self._reference_weights():
+            return {"reference_logprobs": self.get_logprobs(data)["logprobs"]}
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        assert self.reference is not None
+        parameters = [_local(p) for p in self.model.parameters()]
+        with torch.no_grad():
+            current = [p.detach().clone() for p in parameters]
+            for p, value in zip(parameters, self.reference, strict=True):
+                p.copy_(value)
+            invalidate_rounded_weights(self.model)
+            try:
+                yield
+            finally:
+                for p, value in zip(parameters, current, strict=True):
+                    p.copy_(value)
+                invalidate_rounded_weights(self.model)
+
+    def _micro_batches(self, data: Batch, size: int) -> Iterator[MicroBatch]:
+        groups = length_groups(check_lengths(data), size)
+        if self.meshes.sizes.world > 1:
+            count = torch.tensor(len(groups))
+            dist.all_reduce(count, op=dist.ReduceOp.MAX)
+            groups = split_into(groups, int(count))
+        cp = self.meshes.sizes.cp
+        return cut_rows(data, groups, multiple=CP_LOCAL_MULTIPLE * cp if cp > 1 else 1)
 
     def _row_logprobs(self, data: Batch) -> torch.Tensor:
         """Log-probability of token i + 1 at position i, float32 [b, S - 1], with gradient."""
@@ -143,7 +178,7 @@ class PolicyWorker:
         self.optimizer.zero_grad(set_to_none=True)
         lr = self.optimizer.param_groups[0]["lr"]
         losses, metrics = [], []
-        for part in micro_batches(data, self.micro_batch_size, multiple=self._multiple):
+        for part in self._micro_batches(data, self.micro_batch_size):
             logprobs = self._row_logprobs(part.data)
             loss, part_metrics = loss_fn(
                 logprobs, part.data, global_valid_seqs=global_valid_seqs, global_valid_tokens=global_valid_tokens
@@ -225,6 +260,10 @@ class PolicyWorker:
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
         return state
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def token_logprobs(logits_bSV: torch.Tensor, targets_bS: torch.Tensor) -> torch.Tensor:

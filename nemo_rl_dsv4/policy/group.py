@@ -1,0 +1,230 @@
+"""The training policy as a group of Ray actors, one a rank, behind the trainer's `Policy` protocol.
+
+Invariants:
+- Rows of a batch go to data-parallel ranks in order and come back in order.
+- Every rank makes the same calls in the same order: each method below is one call on every rank.
+- Weights leave only through the refit exporter, on rank 0, after all ranks took part in gathering them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+from nemo_rl_dsv4.errors import UserError
+
+if TYPE_CHECKING:
+    from nemo_rl_dsv4.policy.spec import PolicySpec
+    from nemo_rl_dsv4.refit.wire import WireTensor
+
+WORKER_ENV = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Environment of CPU workers: contended OpenMP threads are ten times slower than one thread a process."""
+
+
+@ray.remote
+class PolicyActor:
+    """One rank's process."""
+
+    def __init__(self, rank: int, world: int, init_method: str) -> None:
+        torch.set_num_threads(1)
+        if world > 1:
+            torch.distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
+        self.rank = rank
+
+    def build(self, spec: PolicySpec) -> str:
+        """Build this rank (again) and return what it rounds."""
+        from nemo_rl_dsv4.policy.spec import build_worker
+
+        self.spec = spec
+        self.worker = build_worker(spec)
+        return self.worker.rounding.summary() if self.worker.rounding else "nothing rounded"
+
+    def get_logprobs(self, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `PolicyWorker.get_logprobs`."""
+        return self.worker.get_logprobs(data)
+
+    def get_reference_logprobs(self, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `PolicyWorker.get_reference_logprobs`."""
+        return self.worker.get_reference_logprobs(data)
+
+    def train(self, data: dict[str, torch.Tensor], loss_fn: Any, seqs: float, tokens: float) -> dict[str, Any]:
+        """See `PolicyWorker.train`."""
+        return self.worker.train(data, loss_fn, global_valid_seqs=seqs, global_valid_tokens=tokens)
+
+    def export(self, profile: str) -> list[WireTensor] | None:
+        """Gather the weights on every rank; rank 0 returns them in rollout format."""
+        from nemo_rl_dsv4.refit.export import export_weights
+        from nemo_rl_dsv4.refit.wire import to_wire
+
+        state = self.worker.full_state_dict()
+        if self.rank != 0:
+            return None
+        unquantized = torch.bfloat16 if self.spec.precision == "bfloat16" else torch.float32
+        return to_wire(export_weights(state, profile, unquantized=unquantized))
+
+    def full_state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Gather whole tensors; rank 0 returns them."""
+        state = self.worker.full_state_dict()
+        return state if self.rank == 0 else None
+
+    def save_checkpoint(self, folder: str) -> None:
+        """See `PolicyWorker.save_checkpoint`."""
+        self.worker.save_checkpoint(folder)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """See `PolicyWorker.load_checkpoint`."""
+        self.worker.load_checkpoint(folder)
+
+
+class PolicyGroup:
+    """Drives a fixed number of ranks.
+
+    The processes start at once and import their libraries while the caller goes on; `build` gives them a model.
+
+    Args:
+        world: number of ranks.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._rendezvous = tempfile.TemporaryDirectory(prefix="nemo-rl-dsv4-")
+        init_method = f"file://{self._rendezvous.name}/rendezvous"
+        options = {"num_cpus": 1, "runtime_env": {"env_vars": WORKER_ENV}}
+        self.actors = [PolicyActor.options(**options).remote(rank, world, init_method) for rank in range(world)]
+
+    def build(self, spec: PolicySpec, *, global_batch_size: int) -> str:
+        """Build the model on every rank, replacing what was there; return the rounding summary.
+
+        Args:
+            spec: settings of every rank; its sizes fit this group's number of ranks.
+            global_batch_size: sequences of one optimizer step; a rollout batch may hold several.
+
+        Raises:
+            UserError: what was wrong with the checkpoint or the settings, as the rank found it.
+        """
+        if spec.sizes.world != self.world:
+            raise UserError(f"the settings are for {spec.sizes.world} ranks; this group has {self.world}")
+        self.spec, self.global_batch_size = spec, global_batch_size
+        return _get([actor.build.remote(spec) for actor in self.actors])[0]
+
+    def _by_data_rank(self, data: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """One slice of the rows for each rank; ranks of one context-parallel group get the same slice."""
+        rows, dp, cp = len(data["input_ids"]), self.spec.sizes.dp, self.spec.sizes.cp
+        if rows % dp:
+            raise UserError(f"a batch of {rows} sequences does not divide over {dp} data-parallel ranks")
+        share = rows // dp
+        slices = [{k: v[i * share : (i + 1) * share] for k, v in data.items()} for i in range(dp)]
+        return [slices[rank // cp] for rank in range(self.spec.sizes.world)]
+
+    def _score(self, method: str, data: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        rows = len(data["input_ids"])
+        padded = _pad_rows({k: data[k] for k in ("input_ids", "input_lengths")}, self.spec.sizes.dp)
+        refs = [
+            getattr(actor, method).remote(part)
+            for actor, part in zip(self.actors, self._by_data_rank(padded), strict=True)
+        ]
+        parts = _get(refs)[:: self.spec.sizes.cp]
+        return {key: torch.cat([part[key] for part in parts])[:rows] for key in parts[0]}
+
+    def get_logprobs(self, data: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`logprobs` float32 [B, S] under the current weights; position 0 and padding are 0."""
+        return self._score("get_logprobs", data)
+
+    def get_reference_policy_logprobs(self, data: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`reference_logprobs` float32 [B, S] under the initial weights."""
+        return self._score("get_reference_logprobs", data)
+
+    def train(self, data: Mapping[str, torch.Tensor], loss_fn: Any) -> dict[str, Any]:
+        """Update on `data` in global batches of `global_batch_size`, one optimizer step each.
+
+        Returns:
+            `loss` and `grad_norm`: one value an update; `lr` of the first; `all_mb_metrics`: name -> list over updates,
+            ranks and micro-batches.
+
+        Raises:
+            UserError: the batch does not divide into global batches or over ranks.
+        """
+        from nemo_rl_dsv4.grpo.batch import count_valid
+        from nemo_rl_dsv4.grpo.metrics import collect_micro_batches, scale_for_updates
+
+        rows = len(data["input_ids"])
+        if rows % self.global_batch_size:
+            raise UserError(
+                f"{rows} sequences do not divide into global batches of {self.global_batch_size}; "
+                "change policy.train_global_batch_size"
+            )
+        losses, norms, learning_rates, metrics = [], [], [], []
+        for start in range(0, rows, self.global_batch_size):
+            part = {k: v[start : start + self.global_batch_size] for k, v in data.items()}
+            seqs, tokens = (float(count) for count in count_valid(part))
+            refs = [
+                actor.train.remote(share, loss_fn, seqs, tokens)
+                for actor, share in zip(self.actors, self._by_data_rank(part), strict=True)
+            ]
+            outputs = _get(refs)[:: self.spec.sizes.cp]
+            losses.append(sum(out["loss"] for out in outputs))
+            norms.append(outputs[0]["grad_norm"])
+            learning_rates.append(outputs[0]["lr"])
+            updates = rows // self.global_batch_size
+            metrics += [scale_for_updates(mb, updates) for out in outputs for mb in out["all_mb_metrics"]]
+        return {
+            "loss": torch.tensor(losses),
+            "grad_norm": torch.tensor(norms),
+            "lr": learning_rates[0],
+            "all_mb_metrics": collect_micro_batches(metrics),
+        }
+
+    def export_to(self, generation: Any) -> dict[str, float]:
+        """Send the current weights to the rollout engine; returns what to log under `refit/`."""
+        started = time.perf_counter()
+        refs = [actor.export.remote(self.spec.profile) for actor in self.actors]
+        _get(refs[1:])
+        report = generation.update_weights(refs[0])
+        return {**report, "seconds": time.perf_counter() - started}
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole tensors under AutoModel's names."""
+        return _get([actor.full_state_dict.remote() for actor in self.actors])[0]
+
+    def prepare_for_training(self) -> None:
+        """Nothing to wake on a CPU."""
+
+    def finish_training(self) -> None:
+        """Nothing to put to sleep on a CPU."""
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write weights, optimizer and schedule into `folder`."""
+        _get([actor.save_checkpoint.remote(str(folder)) for actor in self.actors])
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Restore what `save_checkpoint` wrote."""
+        _get([actor.load_checkpoint.remote(str(folder)) for actor in self.actors])
+
+    def shutdown(self) -> None:
+        """End the processes and remove the rendezvous file."""
+        for actor in self.actors:
+            ray.kill(actor)
+        self._rendezvous.cleanup()
+
+
+def _pad_rows(data: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:
+    """Repeat the last row until the number of rows is a multiple of `multiple`."""
+    missing = -len(data["input_ids"]) % multiple
+    return data if missing == 0 else {k: torch.cat([v, v[-1:].expand(missing, *v.shape[1:])]) for k, v in data.items()}
+
+
+def _get(refs: list[Any]) -> list[Any]:
+    """`ray.get` that raises a worker's `UserError` as itself."""
+    try:
+        return ray.get(refs)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, UserError):
+            raise UserError(str(cause)) from error
+        raise

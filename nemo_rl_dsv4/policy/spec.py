@@ -1,0 +1,81 @@
+"""What a policy rank needs to build itself, as plain data that travels to its process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_dsv4.model.build import build_model, resolve_dtype
+from nemo_rl_dsv4.model.checkpoint_format import automodel_config
+from nemo_rl_dsv4.model.hf_config import read_config
+from nemo_rl_dsv4.model.release_checkpoint import read_release_checkpoint
+from nemo_rl_dsv4.numerics import get_profile
+from nemo_rl_dsv4.policy.parallel import ParallelSizes, create_meshes
+from nemo_rl_dsv4.policy.worker import PolicyWorker
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """Settings of one policy rank; every rank of a group gets the same.
+
+    Attributes:
+        checkpoint: release-format checkpoint folder; None for random weights of `hf_config` from `seed`.
+        sizes: ranks on each axis.
+        profile: name of the rollout profile.
+        fake_quant: site group -> rounded in training.
+        precision: `float32` or `bfloat16`.
+        backend: AutoModel backend fields.
+        config_overrides: values that replace those of the checkpoint's config.json.
+        keep_reference: keep the initial weights for a KL penalty.
+    """
+
+    checkpoint: str | None
+    sizes: ParallelSizes
+    profile: str
+    fake_quant: Mapping[str, bool]
+    precision: str
+    backend: Mapping[str, Any]
+    micro_batch_size: int
+    logprob_batch_size: int
+    optimizer: Mapping[str, Any]
+    scheduler: list[Mapping[str, Any]] | None = None
+    max_grad_norm: float | None = 1.0
+    activation_checkpointing: bool = False
+    config_overrides: Mapping[str, Any] = field(default_factory=dict)
+    keep_reference: bool = False
+    hf_config: Mapping[str, Any] | None = None
+    seed: int = 0
+
+
+def build_worker(spec: PolicySpec) -> PolicyWorker:
+    """Build one rank: model, weights, rounding, sharding, optimizer. `torch.distributed` is initialized when world > 1."""
+    profile = get_profile(spec.profile)
+    if spec.checkpoint is None:
+        hf_config = {**(spec.hf_config or {}), **spec.config_overrides}
+    else:
+        hf_config = read_config(Path(spec.checkpoint), spec.config_overrides)
+    model = build_model(
+        automodel_config(hf_config),
+        backend=spec.backend,
+        dtype=resolve_dtype(spec.precision),
+        routing_weight_after_down=bool(spec.fake_quant.get("experts")),
+        seed=spec.seed,
+    )
+    if spec.checkpoint is not None:
+        state = read_release_checkpoint(Path(spec.checkpoint), config_overrides=spec.config_overrides)
+        model.load_state_dict(state, strict=True)
+    return PolicyWorker(
+        model,
+        create_meshes(spec.sizes),
+        profile=profile,
+        fake_quant=spec.fake_quant,
+        micro_batch_size=spec.micro_batch_size,
+        logprob_batch_size=spec.logprob_batch_size,
+        optimizer=spec.optimizer,
+        scheduler=spec.scheduler,
+        max_grad_norm=spec.max_grad_norm,
+        activation_checkpointing=spec.activation_checkpointing,
+        keep_reference=spec.keep_reference,
+    )

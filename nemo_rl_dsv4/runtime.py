@@ -1,0 +1,308 @@
+"""Run a validated recipe: the embedded runtime, on Ray actors and torch.distributed.
+
+Reads top to bottom: tokenizer and data, processes, checkpoint, policy and rollout engines, the GRPO loop, the summary.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from nemo_rl_dsv4.config import MasterConfig, validate
+from nemo_rl_dsv4.data import PromptLoader, Tokenizer, build_datasets, load_tokenizer, make_tiny_tokenizer
+from nemo_rl_dsv4.environments import MathEnvironment
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.generation.group import ReferenceGeneration, ReferenceSpec
+from nemo_rl_dsv4.generation.sampling import SamplingParams
+from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore
+from nemo_rl_dsv4.grpo.phases import Phases
+from nemo_rl_dsv4.grpo.settings import CheckpointSettings, TrainerSettings
+from nemo_rl_dsv4.grpo.trainer import TrainingSummary, grpo_train
+from nemo_rl_dsv4.model.hf_config import read_config
+from nemo_rl_dsv4.policy.group import PolicyGroup
+from nemo_rl_dsv4.policy.parallel import ParallelSizes
+from nemo_rl_dsv4.policy.spec import PolicySpec
+from nemo_rl_dsv4.utils.console import RunConsole, make_console, print_summary
+from nemo_rl_dsv4.utils.progress import progress
+from nemo_rl_dsv4.utils.run_folder import checkpoint_folder
+from nemo_rl_dsv4.utils.run_logger import RunLogger
+
+TINY = "tiny"
+TINY_DEFAULT_MAX_NUMBER = 20
+RAY_OBJECT_STORE_BYTES = 256 * 1024**2
+
+
+def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
+    """Train as a recipe says.
+
+    Args:
+        config: a loaded recipe.
+        resume: folder of a run to go on with (`<logger.log_dir>/exp_NNN`); None starts a new one.
+
+    Returns:
+        What the trainer says of the run; files are in the run folder.
+
+    Raises:
+        UserError: anything in the recipe or the files it names that the user can correct.
+    """
+    runtime = validate(config)
+    if runtime == "nemo_rl":
+        raise UserError(
+            "runtime nemo_rl is not available yet: only the embedded runtime is; set runtime=embedded, or take "
+            "NeMo-RL's checkout off PYTHONPATH"
+        )
+    if config.policy.generation.backend != "reference":
+        raise UserError(
+            f"policy.generation.backend is {config.policy.generation.backend}; this version rolls out with backend "
+            "reference (on CPUs) only"
+        )
+    console = make_console()
+    started = time.monotonic()
+    tokenizer = make_tokenizer(config)
+    train_set, val_set = build_datasets(_section(config.data.train), _section(config.data.validation), config.grpo.seed)
+    loader, val_prompts = make_prompts(config, tokenizer, train_set, val_set)
+    settings = TrainerSettings.from_config(config)
+    with ray_cluster(config):
+        group = PolicyGroup(config.world_size)
+        progress_bars = RunConsole(console, config.grpo.max_num_steps)
+        phases = Phases(progress_bars)
+        generation = ReferenceGeneration(
+            sampling_params(config, tokenizer),
+            pad_id=tokenizer.pad_id,
+            num_workers=config.policy.generation.reference_cfg.num_workers,
+            on_progress=phases.advance,
+        )
+        checkpoint = resolve_checkpoint(config, tokenizer, train_set, group, console)
+        with progress(console, "loading the policy and the rollout engine"):
+            rounding = group.build(
+                policy_spec(config, checkpoint), global_batch_size=config.policy.train_global_batch_size
+            )
+            generation.build(reference_spec(config, checkpoint))
+        console.print(f"training rounds: {rounding}", highlight=False, soft_wrap=True)
+        environment = MathEnvironment(num_workers=config.env.math.num_workers)
+        logger, store, resume_from = open_run(config, settings.checkpointing, resume)
+        finished = False
+        try:
+            summary = grpo_train(
+                group,
+                generation,
+                loader,
+                val_prompts,
+                tokenizer,
+                environment,
+                logger,
+                settings,
+                checkpoints=store,
+                resume_from=resume_from,
+                phases=phases,
+            )
+            finished = True
+        finally:
+            progress_bars.on_phase_end()
+            environment.shutdown()
+            if not finished:
+                logger.discard_if_empty()
+    report(console, logger, summary, time.monotonic() - started)
+    return summary
+
+
+def make_tokenizer(config: MasterConfig) -> Tokenizer:
+    """The recipe's tokenizer; `tiny` is made to fit the largest number of the word problems."""
+    name = config.policy.tokenizer.name
+    if name != TINY:
+        return load_tokenizer(name)
+    sections = [section for section in (config.data.train, config.data.validation) if section is not None]
+    largest = [section.max_number for section in sections if section.max_number is not None]
+    return make_tiny_tokenizer(max_number=max(largest, default=TINY_DEFAULT_MAX_NUMBER))
+
+
+def make_prompts(
+    config: MasterConfig, tokenizer: Tokenizer, train_set: list, val_set: list | None
+) -> tuple[PromptLoader, list]:
+    """The training loader and the list of validation prompts."""
+    limit = config.data.max_input_seq_length or config.policy.max_total_sequence_length
+    thinking = bool((config.policy.tokenizer.chat_template_kwargs or {}).get("thinking", False))
+    options: dict[str, Any] = {
+        "max_input_tokens": limit,
+        "overlong": config.data.overlong_prompts,
+        "thinking": thinking,
+    }
+    prompts_per_batch = config.grpo.num_prompts_per_step
+    if config.grpo.use_dynamic_sampling:
+        prompts_per_batch = int(prompts_per_batch * config.grpo.batch_multiplier)
+    loader = PromptLoader(train_set, tokenizer, prompts_per_batch, config.grpo.seed, config.data.shuffle, **options)
+    if val_set is None:
+        return loader, []
+    val_loader = PromptLoader(val_set, tokenizer, len(val_set), 0, False, keep_partial=True, **options)
+    return loader, [prompt for batch in val_loader for prompt in batch]
+
+
+def resolve_checkpoint(
+    config: MasterConfig, tokenizer: Tokenizer, train_set: list, group: PolicyGroup, console: Any
+) -> Path:
+    """The release-format checkpoint folder: the tiny model's (made if needed), a local folder, or a hub download."""
+    name = config.policy.model_name
+    if name != TINY:
+        return local_or_hub_folder(name)
+    from nemo_rl_dsv4.tiny.checkpoint import checkpoint_folder as tiny_folder
+    from nemo_rl_dsv4.tiny.checkpoint import ensure_tiny_checkpoint
+
+    assert config.policy.dsv4.tiny is not None  # validate() saw to it
+    tiny = config.policy.dsv4.tiny.model_dump()
+    dataset = _section(config.data.train) or {}
+    folder = tiny_folder(tiny, dataset)
+    if folder.is_dir():
+        console.print(f"tiny model: {folder}", highlight=False, soft_wrap=True)
+        return folder
+    steps = tiny["warm_start"]["steps"]
+    with progress(console, "making the tiny model (supervised warm start)", steps) as advance:
+        return ensure_tiny_checkpoint(
+            tiny,
+            dataset,
+            train_set,
+            tokenizer,
+            group=group,
+            on_step=lambda step, loss: advance(1, f"loss {loss:.3f}"),
+        )
+
+
+def local_or_hub_folder(name: str) -> Path:
+    """A checkpoint folder as it is, or the folder a hub download leaves.
+
+    Raises:
+        UserError: the hub cannot be reached or has no such model.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"policy.model_name is {name!r}: no such folder, and not to be had from the hub ({reason})"
+        ) from error
+
+
+def policy_spec(config: MasterConfig, checkpoint: Path) -> PolicySpec:
+    """Settings of a training rank."""
+    policy, layout = config.policy, config.policy.dtensor_cfg
+    backend = layout.automodel_kwargs.backend.model_dump(
+        include={"attn", "linear", "rms_norm", "experts", "dispatcher", "rope_fusion", "gate_precision"}
+    )
+    return PolicySpec(
+        checkpoint=str(checkpoint),
+        sizes=ParallelSizes(config.world_size, layout.context_parallel_size, layout.expert_parallel_size),
+        profile=profile_name(config),
+        fake_quant=policy.dsv4.fake_quant.resolved(policy.dsv4.train_mode),
+        precision=policy.precision,
+        backend=backend,
+        micro_batch_size=policy.train_micro_batch_size,
+        logprob_batch_size=policy.logprob_batch_size,
+        optimizer=policy.optimizer.model_dump(),
+        scheduler=[part.model_dump() for part in policy.scheduler] if policy.scheduler else None,
+        max_grad_norm=policy.max_grad_norm,
+        activation_checkpointing=layout.activation_checkpointing,
+        config_overrides=dict(policy.hf_config_overrides),
+        keep_reference=config.loss_fn.reference_policy_kl_penalty != 0,
+    )
+
+
+def reference_spec(config: MasterConfig, checkpoint: Path) -> ReferenceSpec:
+    """Settings of a CPU rollout engine."""
+    cfg = config.policy.generation.reference_cfg
+    return ReferenceSpec(
+        hf_config=read_config(checkpoint, dict(config.policy.hf_config_overrides)),
+        profile=profile_name(config),
+        tokenizer=str(checkpoint) if config.policy.generation.stop_strings else None,
+        batch_size=cfg.batch_size,
+        length_slack=cfg.length_slack,
+        experts=cfg.experts,
+        num_threads=cfg.num_threads,
+    )
+
+
+def profile_name(config: MasterConfig) -> str:
+    """`policy.dsv4.rollout_profile`; `auto` has no answer without a GPU."""
+    name = config.policy.dsv4.rollout_profile
+    if name == "auto":
+        raise UserError(
+            "policy.dsv4.rollout_profile is auto, which is resolved on a worker that owns a GPU; "
+            "on CPUs name a profile, such as vllm-hopper"
+        )
+    return name
+
+
+def sampling_params(config: MasterConfig, tokenizer: Tokenizer) -> SamplingParams:
+    """How training rollouts are sampled; the end-of-sentence token always stops."""
+    generation = config.policy.generation
+    return SamplingParams(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        stop_token_ids=tuple(sorted({tokenizer.eos_id, *(generation.stop_token_ids or [])})),
+        stop_strings=tuple(generation.stop_strings or ()),
+    )
+
+
+@contextmanager
+def ray_cluster(config: MasterConfig) -> Iterator[None]:
+    """A Ray of our own with a slot for every process of the recipe, or the one that `RAY_ADDRESS` names."""
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False, logging_level="ERROR")
+    else:
+        processes = config.world_size + config.policy.generation.reference_cfg.num_workers
+        ray.init(
+            num_cpus=processes,
+            num_gpus=0,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=RAY_OBJECT_STORE_BYTES,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def open_run(
+    config: MasterConfig, settings: CheckpointSettings, resume: Path | None
+) -> tuple[RunLogger, CheckpointStore, Path | None]:
+    """The run folder, its checkpoints, and the checkpoint to start from."""
+    logger_settings = config.logger.model_dump()
+    if resume is None:
+        logger = RunLogger(config.logger.log_dir, config.resolved_yaml(), logger_settings)
+        return logger, CheckpointStore(checkpoint_folder(settings.checkpoint_dir, logger.run_dir), settings), None
+    store = CheckpointStore(checkpoint_folder(settings.checkpoint_dir, resume), settings)
+    resume_from = store.latest()
+    step = int(resume_from.name.removeprefix("step_"))
+    return RunLogger.resume(resume, config.resolved_yaml(), step, logger_settings), store, resume_from
+
+
+def report(console: Any, logger: RunLogger, summary: TrainingSummary, seconds: float) -> None:
+    """Write plots and the summary, and print where everything is."""
+    results: dict[str, Any] = {"steps": summary.state.step, "stopped": summary.stop_reason}
+    for label, validation in (("first", summary.first_validation), ("last", summary.last_validation)):
+        if validation is not None:
+            error = validation.get("accuracy_stderr", 0.0)
+            results[f"validation accuracy, {label}"] = f"{validation['accuracy']:.3f} +- {error:.3f}"
+    results["seconds, whole run"] = round(seconds, 1)
+    files = logger.finish(results)
+    if summary.checkpoints:
+        files["last checkpoint"] = summary.checkpoints[-1]
+    print_summary(console, results, {"run folder": logger.run_dir, **files})
+
+
+def _section(section: Any) -> dict[str, Any] | None:
+    return None if section is None else section.model_dump(exclude_none=True)
