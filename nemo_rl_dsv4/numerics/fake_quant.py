@@ -41,6 +41,12 @@ def fake_quant_values(x: Tensor, spec: QuantSpec) -> Tensor:
     """dequantize(quantize(x)) in x's dtype without the intermediate bytes; no gradient rule. Same bits, one pass."""
     require_float(x)
     matrix = as_matrix(x)
+    if x.is_cuda and x.numel():
+        from nemo_rl_dsv4.numerics import fused
+
+        rounded = fused.fake_quant(matrix, spec)
+        if rounded is not None:
+            return rounded.reshape(x.shape)
     body, kept = split_kept(matrix, spec)
     single = (
         kept is None

@@ -21,7 +21,7 @@ def block_scale(amax: Tensor, spec: QuantSpec) -> Tensor:
     amax = amax.to(torch.float32)
     floored = amax.clamp_min(spec.amax_floor) if spec.amax_floor > 0.0 else amax
     if spec.scale == "ue8m0":
-        max_bits = _float_bits(spec.max_value)
+        max_bits = float_bits(spec.max_value)
         lowered = floored * 2.0 ** (127 - (max_bits >> 23))  # first, so that the largest amax does not carry into Inf
         bits = torch.nan_to_num(lowered, nan=math.inf, posinf=math.inf).view(torch.int32)
         if spec.scale_rounding == "log2f":
@@ -38,7 +38,8 @@ def block_scale(amax: Tensor, spec: QuantSpec) -> Tensor:
     return scale if spec.amax_floor > 0.0 else scale.masked_fill_(amax == 0.0, 1.0)
 
 
-def _float_bits(value: float) -> int:
+def float_bits(value: float) -> int:
+    """The float32 nearest to ``value`` as a signed 32-bit integer."""
     return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
@@ -53,7 +54,7 @@ def _carry_table(max_value: float) -> list[int]:
     of the rounded quotient; one ulp of amax is 1/mantissa(max) of those.
     """
     mantissa = math.frexp(max_value)[0]
-    exact = MANTISSA_MASK - (_float_bits(max_value) & MANTISSA_MASK)
+    exact = MANTISSA_MASK - (float_bits(max_value) & MANTISSA_MASK)
     table = []
     for biased in range(256):
         exponent = biased - 127
