@@ -55,11 +55,20 @@ def _overview(config: MasterConfig, runtime: Runtime) -> Table:
             ("runtime", f"{runtime} (runtime: {config.runtime})"),
             ("policy", f"{hardware}, {policy.precision}"),
             ("train mode", f"{dsv4.train_mode}; rounds {', '.join(rounded) or 'nothing'}"),
-            ("rollout", f"{policy.generation.backend}, profile {dsv4.rollout_profile}"),
+            ("rollout", f"{_engines(config)}, profile {dsv4.rollout_profile}"),
             ("steps", f"up to {config.grpo.max_num_steps}, at most {config.grpo.max_num_epochs} epochs"),
             ("seed", str(config.grpo.seed)),
         ],
     )
+
+
+def _engines(config: MasterConfig) -> str:
+    generation = config.policy.generation
+    if generation.backend == "reference":
+        workers = generation.reference_cfg.num_workers
+        return f"reference, {workers} CPU process{'es' if workers > 1 else ''}"
+    engine = generation.vllm_cfg
+    return f"vllm, {engine.precision}, TP {engine.tensor_parallel_size}, EP {engine.expert_parallel_size}"
 
 
 def _mesh(config: MasterConfig) -> Table:

@@ -26,7 +26,15 @@ def started(monkeypatch):
 
 @pytest.fixture
 def places(tmp_path):
-    return [f"logger.log_dir={tmp_path}/logs", f"checkpointing.checkpoint_dir={tmp_path}/ckpt", "runtime=embedded"]
+    return [
+        f"logger.log_dir={tmp_path}/logs",
+        f"checkpointing.checkpoint_dir={tmp_path}/ckpt",
+        f"policy.dsv4.tiny.cache_dir={tmp_path}/cache",
+        "runtime=embedded",
+        "grpo.num_prompts_per_step=16",
+        "grpo.num_generations_per_prompt=8",
+        "policy.train_global_batch_size=128",
+    ]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

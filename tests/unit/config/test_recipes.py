@@ -37,13 +37,9 @@ def test_bf16_and_qat_differ_in_the_train_mode_and_in_where_they_write():
 
 def test_cp2ep2_differs_from_qat_in_the_layout_and_in_where_it_writes():
     changed = difference("qat", "cp2ep2-qat")
-    assert set(changed) == {
-        "policy.dsv4.cpu_processes",
-        "policy.dtensor_cfg.context_parallel_size",
-        "policy.dtensor_cfg.expert_parallel_size",
-        "logger.log_dir",
-        "checkpointing.checkpoint_dir",
-    }
+    assert changed.pop("policy.dtensor_cfg.context_parallel_size") == (1, 2)
+    assert changed.pop("policy.dtensor_cfg.expert_parallel_size") == (1, 2)
+    assert set(changed) <= {"policy.dsv4.cpu_processes", "logger.log_dir", "checkpointing.checkpoint_dir"}
 
 
 def test_the_tiny_model_has_every_kind_of_layer(tiny):

@@ -122,10 +122,27 @@ REFUSED = {
 }
 
 
+SIZES = [
+    "grpo.num_prompts_per_step=16",
+    "grpo.num_generations_per_prompt=8",
+    "policy.train_global_batch_size=128",
+    "policy.max_total_sequence_length=256",
+    "policy.generation.max_new_tokens=24",
+    "policy.generation.reference_cfg.num_workers=1",
+    "policy.dsv4.tiny.max_position_embeddings=1024",
+    "data.max_input_seq_length=232",
+    "policy.dsv4.cpu_processes=1",
+    "loss_fn.force_on_policy_ratio=false",
+    "loss_fn.use_importance_sampling_correction=true",
+    "loss_fn.truncated_importance_sampling_type=tis",
+]
+"""What the cases below count on, whatever the recipe is tuned to."""
+
+
 @pytest.fixture
 def recipe(tiny, tmp_path):
     places = [f"logger.log_dir={tmp_path}/logs", f"checkpointing.checkpoint_dir={tmp_path}/ckpt", "runtime=embedded"]
-    return lambda overrides: load_config(tiny, [*places, *overrides])
+    return lambda overrides: load_config(tiny, [*SIZES, *places, *overrides])
 
 
 @pytest.mark.parametrize("case", REFUSED)
