@@ -3,6 +3,7 @@
 Reference: :func:`nemo_rl_dsv4.numerics.fake_quant.fake_quant_values` with block (1, g) and no kept channels.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 import torch
 import triton
 import triton.language as tl

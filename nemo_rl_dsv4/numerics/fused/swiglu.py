@@ -4,10 +4,12 @@ Reference: :mod:`nemo_rl_dsv4.numerics.swiglu`. Products and sums are not contra
 the library's, as torch computes them.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 from triton.language.extra import libdevice
 
 from nemo_rl_dsv4.numerics.fused.groups import as_rows
@@ -24,7 +26,7 @@ from nemo_rl_dsv4.numerics.spec import QuantSpec
 
 TILE_ELEMENTS = 4096
 NUM_WARPS = 8
-_INTERPRETED = triton.knobs.runtime.interpret  # the interpreter has no libdevice
+_INTERPRETED = knobs.runtime.interpret  # the interpreter has no libdevice
 
 
 @triton.jit

@@ -3,6 +3,9 @@
 Reference: ``quantize``, ``dequantize`` and ``fake_quant_values`` of :mod:`nemo_rl_dsv4.numerics` for FP8 formats.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -124,7 +127,7 @@ def _dequantize_kernel(
     store_rounded(y_ptr + offset, value, inside)
 
 
-def _geometry(shape: torch.Size, spec: QuantSpec) -> tuple[int, dict[str, int]]:
+def _geometry(shape: torch.Size, spec: QuantSpec) -> tuple[int, dict[str, Any]]:
     blocks_r, blocks_c = grid_shape(shape, spec.block)[-2:]
     matrices = shape[:-2].numel()
     return matrices * blocks_r * blocks_c, {
