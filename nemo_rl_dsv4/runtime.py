@@ -5,6 +5,7 @@ Reads top to bottom: tokenizer and data, processes, checkpoint, policy and rollo
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -65,7 +66,8 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
     console = make_console()
     started = time.monotonic()
     tokenizer = make_tokenizer(config)
-    train_set, val_set = build_datasets(_section(config.data.train), _section(config.data.validation), config.grpo.seed)
+    validation = None if config.data.validation is None else _section(config.data.validation)
+    train_set, val_set = build_datasets(_section(config.data.train), validation, config.grpo.seed)
     loader, val_prompts = make_prompts(config, tokenizer, train_set, val_set)
     settings = TrainerSettings.from_config(config)
     with ray_cluster(config):
@@ -155,7 +157,7 @@ def resolve_checkpoint(
 
     assert config.policy.dsv4.tiny is not None  # validate() saw to it
     tiny = config.policy.dsv4.tiny.model_dump()
-    dataset = _section(config.data.train) or {}
+    dataset = _section(config.data.train)
     folder = tiny_folder(tiny, dataset)
     if folder.is_dir():
         console.print(f"tiny model: {folder}", highlight=False, soft_wrap=True)
@@ -259,15 +261,16 @@ def sampling_params(config: MasterConfig, tokenizer: Tokenizer) -> SamplingParam
 def ray_cluster(config: MasterConfig) -> Iterator[None]:
     """A Ray of our own with a slot for every process of the recipe, or the one that `RAY_ADDRESS` names."""
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False, logging_level="ERROR")
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
     else:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 starves workers on a busy desktop
         processes = config.world_size + config.policy.generation.reference_cfg.num_workers
         ray.init(
             num_cpus=processes,
             num_gpus=0,
             include_dashboard=False,
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             object_store_memory=RAY_OBJECT_STORE_BYTES,
         )
     try:
@@ -304,5 +307,5 @@ def report(console: Any, logger: RunLogger, summary: TrainingSummary, seconds: f
     print_summary(console, results, {"run folder": logger.run_dir, **files})
 
 
-def _section(section: Any) -> dict[str, Any] | None:
-    return None if section is None else section.model_dump(exclude_none=True)
+def _section(section: Any) -> dict[str, Any]:
+    return section.model_dump(exclude_none=True)

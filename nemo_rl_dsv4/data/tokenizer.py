@@ -5,6 +5,7 @@ All of them are Hugging Face ``tokenizers`` files, so a folder written by :meth:
 """
 
 import json
+from collections.abc import Sequence
 from importlib import util
 from pathlib import Path
 
@@ -59,7 +60,7 @@ class Tokenizer:
                 "use a tokenizer that covers the dataset, or make the tiny one with characters"
             ) from error
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of `ids`. ``skip_special_tokens`` drops begin, end and padding tokens; role markers stay."""
         return self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
 

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.sampling import SamplingParams
+from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, get, kill
 
 if TYPE_CHECKING:
     from nemo_rl_dsv4.refit.wire import WireTensor
-
-ENGINE_ENV = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True)
@@ -105,13 +103,12 @@ class ReferenceGeneration:
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
         self.params, self.pad_id, self.on_progress = params, pad_id, on_progress
-        options = {"num_cpus": 1, "runtime_env": {"env_vars": ENGINE_ENV}}
-        self.actors = [ReferenceActor.options(**options).remote() for _ in range(num_workers)]
+        self.actors = [ReferenceActor.options(**CPU_WORKER_OPTIONS).remote() for _ in range(num_workers)]
 
     def build(self, spec: ReferenceSpec) -> dict[str, int]:
         """Build every engine; return the rounded sites of one."""
         self.batch_size = spec.batch_size
-        return _get([actor.build.remote(spec) for actor in self.actors])[0]
+        return get([actor.build.remote(spec) for actor in self.actors])[0]
 
     def update_weights(self, stream: Any) -> dict[str, float]:
         """Load exported weights (or a Ray reference to them) into every engine.
@@ -123,7 +120,7 @@ class ReferenceGeneration:
             UserError: the stream was incomplete or damaged.
             RuntimeError: the engines disagree on what they received.
         """
-        reports = _get([actor.update_weights.remote(stream) for actor in self.actors])
+        reports = get([actor.update_weights.remote(stream) for actor in self.actors])
         sums = {report["checksum"] for report in reports}
         if len(sums) != 1:
             raise RuntimeError(f"engines received different weights in one refit: checksums {sorted(map(str, sums))}")
@@ -147,15 +144,13 @@ class ReferenceGeneration:
             sampling: `temperature`, `top_p`, `top_k` in place of the recipe's.
 
         Returns:
-            `output_ids` int64 [B, P + N], `generation_lengths`, `unpadded_sequence_lengths` int64 [B], `logprobs` float32
-            [B, P + N] (0 outside the response), `truncated` bool [B].
+            `output_ids` int64 [B, P + N], `generation_lengths`, `unpadded_sequence_lengths` int64 [B], `logprobs`
+            float32 [B, P + N] (0 outside the response), `truncated` bool [B].
         """
         params = replace(self.params, **sampling)
         if greedy:
             params = replace(params, temperature=0.0)
-        prompts = [
-            row[:length].tolist() for row, length in zip(data["input_ids"], data["input_lengths"], strict=True)
-        ]
+        prompts = [row[:length].tolist() for row, length in zip(data["input_ids"], data["input_lengths"], strict=True)]
         done: list[Any] = [None] * len(prompts)
         for rows, completions in self._run(prompts, params, seed):
             for row, completion in zip(rows, completions, strict=True):
@@ -178,7 +173,7 @@ class ReferenceGeneration:
             (ref, *_), _ = ray.wait(list(running), num_returns=1)
             rows, actor = running.pop(ref)
             idle.append(actor)
-            yield rows, _get([ref])[0]
+            yield rows, get([ref])[0]
 
     def _collate(self, data: Mapping[str, torch.Tensor], done: list[Any], new_tokens: int) -> dict[str, torch.Tensor]:
         lengths = data["input_lengths"].long()
@@ -201,15 +196,4 @@ class ReferenceGeneration:
 
     def shutdown(self) -> None:
         """End the processes."""
-        for actor in self.actors:
-            ray.kill(actor)
-
-
-def _get(refs: list[Any]) -> list[Any]:
-    """`ray.get` that raises an engine's `UserError` as itself."""
-    try:
-        return ray.get(refs)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, UserError):
-            raise UserError(str(error.cause)) from error
-        raise
+        kill(self.actors)

@@ -1,11 +1,12 @@
 """The CPU rollout engine: transformers' DeepSeek-V4 with a KV cache and an FP8 engine's numerics.
 
-It is a second implementation of the model, fed only through the refit exporter (FP8 bytes + UE8M0 scales) and rounded by a
-rollout profile, so on a laptop it plays the part vLLM plays on a cluster: any difference between what the trainer computes
-and what the engine computes shows up as `gen_kl_error`.
+It is a second implementation of the model, fed only through the refit exporter (FP8 bytes + UE8M0 scales) and rounded
+by a rollout profile, so on a laptop it plays the part vLLM plays on a cluster: any difference between what the trainer
+computes and what the engine computes shows up as `gen_kl_error`.
 
-Sequences of one batch share the absolute position: prompts of unequal length are fed forward together, and a sequence whose
-prompt has ended feeds back its own samples. Nothing is ever left-padded, which would shift the compressors' windows.
+Sequences of one batch share the absolute position: prompts of unequal length are fed forward together, and a sequence
+whose prompt has ended feeds back its own samples. Nothing is ever left-padded, which would shift the compressors'
+windows.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class ReferenceEngine:
         if not self.has_weights:
             raise UserError("the engine has no weights yet: refit it before generating")
         if any(not p for p in prompts):
-            raise UserError(f"prompt {next(i for i, p in enumerate(prompts) if not p)} is empty; wanted a token or more")
+            empty = next(i for i, p in enumerate(prompts) if not p)
+            raise UserError(f"prompt {empty} is empty; wanted a token or more")
         limit = int(self.config.max_position_embeddings)
         longest = max((len(p) for p in prompts), default=0)
         if longest + params.max_new_tokens > limit:
@@ -169,9 +171,9 @@ class ReferenceEngine:
         cache = DynamicCache(config=self.config)
         position, inputs = shortest, tokens_BT[:, :shortest]
         while True:
-            logits_BV = self.model(
-                input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1
-            ).logits[:, -1]
+            logits_BV = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
+                :, -1
+            ]
             active_B = (position >= lengths) & ~stopped_B & (count_B < params.max_new_tokens)
             if active_B.any():
                 draw = uniforms_BN[rows, count_B.clamp(max=params.max_new_tokens - 1)]

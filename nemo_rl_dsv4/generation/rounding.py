@@ -1,12 +1,14 @@
 """The rollout's rounding on transformers' DeepSeek-V4: the second, independent implementation of the profile's sites.
 
-The trainer rounds AutoModel's modules (`nemo_rl_dsv4.model.qat`); the CPU rollout rounds transformers' modules here. The two
-share only `nemo_rl_dsv4.numerics`, so agreement between them is evidence rather than a tautology. Weights are not rounded
-here: they arrive as FP8 bytes and scales through the refit exporter and are exact when dequantized.
+The trainer rounds AutoModel's modules (`nemo_rl_dsv4.model.qat`); the CPU rollout rounds transformers' modules here.
+The
+two share only `nemo_rl_dsv4.numerics`, so agreement between them is evidence rather than a tautology. Weights are not
+rounded here: they arrive as FP8 bytes and scales through the refit exporter and are exact when dequantized.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +49,7 @@ def _round_query_and_keys(query: QuantSpec | None, keys: QuantSpec | None):
 
 
 def _round_hidden(experts: hf.DeepseekV4Experts, spec: QuantSpec) -> None:
-    apply_gate = experts._apply_gate
+    apply_gate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate  # type: ignore[assignment]
 
     def rounded(gate_up: torch.Tensor) -> torch.Tensor:
         return fake_quant(apply_gate(gate_up), spec)
@@ -66,7 +68,8 @@ def install_rollout_rounding(model: hf.DeepseekV4ForCausalLM, profile: RolloutPr
         site -> number of modules that round there.
 
     Raises:
-        UserError: the model has no module of a kind that every DeepSeek-V4 has (a transformers version with other names).
+        UserError: the model has no module of a kind that every DeepSeek-V4 has (a transformers version with other
+        names).
     """
     counts: dict[str, int] = {}
     rope_dim = int(model.config.qk_rope_head_dim)

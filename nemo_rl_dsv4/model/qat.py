@@ -1,12 +1,12 @@
 """Install the rollout's rounding on an unmodified AutoModel DeepSeek-V4, from outside.
 
 Every seam is a module whose *class* is swapped for a subclass that rounds and then calls AutoModel's own forward, so
-parameter names, state dicts, FSDP and activation checkpointing see the model they know. Nothing of AutoModel's forward is
-repeated here.
+parameter names, state dicts, FSDP and activation checkpointing see the model they know. Nothing of AutoModel's forward
+is repeated here.
 
 | site of the profile | seam |
 |---|---|
-| `linear.weight`, `linear.input` | wq_a, wq_b, wkv, wo_b, indexer wq_b, shared experts: round the input, overlay the weight |
+| `linear.weight`, `linear.input` | wq_a, wq_b, wkv, wo_b, indexer wq_b, shared experts: input and overlaid weight |
 | `o_proj.input` | wo_a (its input is the attention output after inverse RoPE) |
 | `expert.weight`, `expert.input` | routed experts: round the input, overlay the stacked weights |
 | `expert.hidden` | the activation between the two expert GEMMs; for shared experts the input of down_proj |
@@ -113,8 +113,8 @@ class WeightRounding:
 
     Args:
         spec: two-dimensional block format of the weight, applied to the last two dims.
-        halves: number of equal parts along the last dim that are rounded separately (2 for a fused gate-and-up matrix, so
-            that no block straddles the two; 1 otherwise).
+        halves: number of equal parts along the last dim that are rounded separately (2 for a fused gate-and-up matrix,
+            so that no block straddles the two; 1 otherwise).
     """
 
     def __init__(self, spec: QuantSpec, halves: int = 1) -> None:
@@ -140,12 +140,13 @@ class WeightRounding:
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the rounded weight with a straight-through gradient; DTensor in, DTensor out.
 
-        A sharded expert stack keeps whole experts on a rank (`Shard(0)`), so rounding the local part equals rounding the
-        whole. Any other sharding would cut blocks and is refused.
+        A sharded expert stack keeps whole experts on a rank (`Shard(0)`), so rounding the local part equals rounding
+        the whole. Any other sharding would cut blocks and is refused.
         """
         if not isinstance(weight, DTensor):
             return _RoundedOnce.apply(weight, self.round(weight))
-        if any(placement.is_shard() and not placement.is_shard(0) for placement in weight.placements) or weight.ndim != 3:
+        cuts_matrices = any(placement.is_shard() and not placement.is_shard(0) for placement in weight.placements)
+        if cuts_matrices or weight.ndim != 3:
             raise UserError(
                 f"cannot round a weight with placements {weight.placements}: wanted whole matrices on every rank "
                 "(expert stacks sharded over experts only)"
@@ -349,9 +350,8 @@ def _install_routed_experts(
                 f"{name} applies the routing weight before the down projection, so expert.hidden is not what the "
                 "rollout rounds; build the model with routing_weight_after_down=True"
             )
-        experts.expert_activation_grouped = _rounded_activation(
-            experts.expert_activation_grouped, specs["expert.hidden"]
-        )
+        rounded = _rounded_activation(experts.expert_activation_grouped, specs["expert.hidden"])
+        experts.expert_activation_grouped = rounded  # type: ignore[assignment]
         report.add("expert.hidden", name)
 
 

@@ -18,13 +18,11 @@ import ray
 import torch
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, get, kill
 
 if TYPE_CHECKING:
     from nemo_rl_dsv4.policy.spec import PolicySpec
     from nemo_rl_dsv4.refit.wire import WireTensor
-
-WORKER_ENV = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment of CPU workers: contended OpenMP threads are ten times slower than one thread a process."""
 
 
 @ray.remote
@@ -95,8 +93,9 @@ class PolicyGroup:
         self.world = world
         self._rendezvous = tempfile.TemporaryDirectory(prefix="nemo-rl-dsv4-")
         init_method = f"file://{self._rendezvous.name}/rendezvous"
-        options = {"num_cpus": 1, "runtime_env": {"env_vars": WORKER_ENV}}
-        self.actors = [PolicyActor.options(**options).remote(rank, world, init_method) for rank in range(world)]
+        self.actors = [
+            PolicyActor.options(**CPU_WORKER_OPTIONS).remote(rank, world, init_method) for rank in range(world)
+        ]
 
     def build(self, spec: PolicySpec, *, global_batch_size: int) -> str:
         """Build the model on every rank, replacing what was there; return the rounding summary.
@@ -111,7 +110,7 @@ class PolicyGroup:
         if spec.sizes.world != self.world:
             raise UserError(f"the settings are for {spec.sizes.world} ranks; this group has {self.world}")
         self.spec, self.global_batch_size = spec, global_batch_size
-        return _get([actor.build.remote(spec) for actor in self.actors])[0]
+        return get([actor.build.remote(spec) for actor in self.actors])[0]
 
     def _by_data_rank(self, data: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """One slice of the rows for each rank; ranks of one context-parallel group get the same slice."""
@@ -129,7 +128,7 @@ class PolicyGroup:
             getattr(actor, method).remote(part)
             for actor, part in zip(self.actors, self._by_data_rank(padded), strict=True)
         ]
-        parts = _get(refs)[:: self.spec.sizes.cp]
+        parts = get(refs)[:: self.spec.sizes.cp]
         return {key: torch.cat([part[key] for part in parts])[:rows] for key in parts[0]}
 
     def get_logprobs(self, data: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -167,7 +166,7 @@ class PolicyGroup:
                 actor.train.remote(share, loss_fn, seqs, tokens)
                 for actor, share in zip(self.actors, self._by_data_rank(part), strict=True)
             ]
-            outputs = _get(refs)[:: self.spec.sizes.cp]
+            outputs = get(refs)[:: self.spec.sizes.cp]
             losses.append(sum(out["loss"] for out in outputs))
             norms.append(outputs[0]["grad_norm"])
             learning_rates.append(outputs[0]["lr"])
@@ -184,13 +183,13 @@ class PolicyGroup:
         """Send the current weights to the rollout engine; returns what to log under `refit/`."""
         started = time.perf_counter()
         refs = [actor.export.remote(self.spec.profile) for actor in self.actors]
-        _get(refs[1:])
+        get(refs[1:])
         report = generation.update_weights(refs[0])
         return {**report, "seconds": time.perf_counter() - started}
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole tensors under AutoModel's names."""
-        return _get([actor.full_state_dict.remote() for actor in self.actors])[0]
+        return get([actor.full_state_dict.remote() for actor in self.actors])[0]
 
     def prepare_for_training(self) -> None:
         """Nothing to wake on a CPU."""
@@ -200,16 +199,15 @@ class PolicyGroup:
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write weights, optimizer and schedule into `folder`."""
-        _get([actor.save_checkpoint.remote(str(folder)) for actor in self.actors])
+        get([actor.save_checkpoint.remote(str(folder)) for actor in self.actors])
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what `save_checkpoint` wrote."""
-        _get([actor.load_checkpoint.remote(str(folder)) for actor in self.actors])
+        get([actor.load_checkpoint.remote(str(folder)) for actor in self.actors])
 
     def shutdown(self) -> None:
         """End the processes and remove the rendezvous file."""
-        for actor in self.actors:
-            ray.kill(actor)
+        kill(self.actors)
         self._rendezvous.cleanup()
 
 
@@ -217,14 +215,3 @@ def _pad_rows(data: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.T
     """Repeat the last row until the number of rows is a multiple of `multiple`."""
     missing = -len(data["input_ids"]) % multiple
     return data if missing == 0 else {k: torch.cat([v, v[-1:].expand(missing, *v.shape[1:])]) for k, v in data.items()}
-
-
-def _get(refs: list[Any]) -> list[Any]:
-    """`ray.get` that raises a worker's `UserError` as itself."""
-    try:
-        return ray.get(refs)
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, UserError):
-            raise UserError(str(cause)) from error
-        raise

@@ -1,8 +1,8 @@
 """Cut a batch into micro-batches of similar length.
 
 Shapes: B sequences, S tokens. Rows are right-padded, so cutting trailing columns that are padding for every row of a
-micro-batch changes no result; sorting rows by length and starting a new micro-batch where the length jumps makes the cut
-large. Losses are sums with global normalisers, so how rows are grouped changes no result either.
+micro-batch changes no result; sorting rows by length and starting a new micro-batch where the length jumps makes the
+cut large. Losses are sums with global normalisers, so how rows are grouped changes no result either.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def split_into(groups: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]
     parts = list(groups)
     rows = sum(len(part) for part in parts)
     if count > rows:
-        raise UserError(f"a rank holds {rows} sequences but a peer needs {count} micro-batches; use larger global batches")
+        raise UserError(
+            f"a rank holds {rows} sequences but a peer needs {count} micro-batches; use larger global batches"
+        )
     while len(parts) < count:
         largest = max(range(len(parts)), key=lambda i: len(parts[i]))
         half = len(parts[largest]) // 2

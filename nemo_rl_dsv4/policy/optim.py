@@ -33,15 +33,13 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], name: str, kwargs:
         raise UserError(f"policy.optimizer.kwargs do not fit {name}: {error}") from error
 
 
-def build_scheduler(
-    optimizer: torch.optim.Optimizer, parts: Sequence[Mapping[str, Any]] | None
-) -> LRScheduler | None:
+def build_scheduler(optimizer: torch.optim.Optimizer, parts: Sequence[Mapping[str, Any]] | None) -> LRScheduler | None:
     """Make the learning-rate schedule.
 
     Args:
         optimizer: the optimizer it drives, stepped once per training step.
-        parts: NeMo-RL's list: one `{name, kwargs}` per part, and as the last item `{milestones: [...]}` with the steps at
-            which one part hands over to the next. None or empty keeps the rate constant.
+        parts: NeMo-RL's list: one `{name, kwargs}` per part, and as the last item `{milestones: [...]}` with the steps
+            at which one part hands over to the next. None or empty keeps the rate constant.
 
     Raises:
         UserError: the number of milestones does not fit the number of parts.
@@ -52,7 +50,8 @@ def build_scheduler(
     milestones = next((list(part["milestones"]) for part in parts if part.get("milestones") is not None), [])
     if len(milestones) != len(named) - 1:
         raise UserError(
-            f"policy.scheduler has {len(named)} parts and {len(milestones)} milestones; wanted {len(named) - 1} milestones"
+            f"policy.scheduler has {len(named)} parts and {len(milestones)} milestones; "
+            f"wanted {len(named) - 1} milestones"
         )
     schedulers = []
     for part in named:

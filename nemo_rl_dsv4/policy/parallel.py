@@ -1,8 +1,8 @@
 """Lay an AutoModel DeepSeek-V4 over data, context and expert parallel ranks.
 
 Expert parallelism re-views the same ranks as data x context parallelism: with world = dp x cp, the expert mesh is
-(ep_shard, ep) over those very ranks. AutoModel's own parallelizer does the sharding; two of its pieces do not work without
-TransformerEngine or outside rank 0's group and are replaced here, from outside, by equivalents.
+(ep_shard, ep) over those very ranks. AutoModel's own parallelizer does the sharding; two of its pieces do not work
+without TransformerEngine or outside rank 0's group and are replaced here, from outside, by equivalents.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class PolicySpec:
 
 
 def build_worker(spec: PolicySpec) -> PolicyWorker:
-    """Build one rank: model, weights, rounding, sharding, optimizer. `torch.distributed` is initialized when world > 1."""
+    """Build one rank: model, weights, rounding, sharding, optimizer. Needs `torch.distributed` when world > 1."""
     profile = get_profile(spec.profile)
     if spec.checkpoint is None:
         hf_config = {**(spec.hf_config or {}), **spec.config_overrides}

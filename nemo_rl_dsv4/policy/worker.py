@@ -1,7 +1,7 @@
 """One rank of the training policy.
 
-Shapes: B sequences, S tokens. Every row starts at position 0 and is padded on the right. With context parallelism a row is
-cut into contiguous slices, one a rank; log-probabilities are gathered again, so that any loss sees whole rows.
+Shapes: B sequences, S tokens. Every row starts at position 0 and is padded on the right. With context parallelism a
+row is cut into contiguous slices, one a rank; log-probabilities are gathered again, so that any loss sees whole rows.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class PolicyWorker:
             UserError: the worker was built without `keep_reference`.
         """
         if self.reference is None:
-            raise UserError("no reference policy was kept; loss_fn.reference_policy_kl_penalty must be above 0 at start")
+            raise UserError("no reference policy was kept; loss_fn.reference_policy_kl_penalty must not be 0")
         with self._reference_weights():
             return {"reference_logprobs": self.get_logprobs(data)["logprobs"]}
 
@@ -158,13 +158,15 @@ class PolicyWorker:
 
     # Training -----------------------------------------------------------------------------------------------------
 
-    def train(self, data: Batch, loss_fn: LossFn, *, global_valid_seqs: float, global_valid_tokens: float) -> dict[str, Any]:
+    def train(
+        self, data: Batch, loss_fn: LossFn, *, global_valid_seqs: float, global_valid_tokens: float
+    ) -> dict[str, Any]:
         """One optimizer step on this rank's rows of the global batch.
 
         Args:
             data: training batch under NeMo-RL's names, the rows of this data-parallel rank.
-            loss_fn: `(next_token_logprobs [b, S - 1], data, global_valid_seqs=, global_valid_tokens=)` -> (loss, metrics),
-                whose parts sum to the loss of the global batch.
+            loss_fn: `(next_token_logprobs [b, S - 1], data, global_valid_seqs=, global_valid_tokens=)` -> (loss,
+                metrics), whose parts sum to the loss of the global batch.
             global_valid_seqs: sum of `sample_mask` over the global batch.
             global_valid_tokens: number of trained tokens of the global batch.
 
@@ -183,7 +185,8 @@ class PolicyWorker:
             loss, part_metrics = loss_fn(
                 logprobs, part.data, global_valid_seqs=global_valid_seqs, global_valid_tokens=global_valid_tokens
             )
-            # Sharded parameters average their gradients over dp x cp ranks, and gathering rows already multiplied them by cp.
+            # Sharded parameters average their gradients over dp x cp ranks, and gathering rows already multiplied them
+            # by cp.
             (loss * self.meshes.sizes.dp).backward()
             losses.append(float(loss.detach()))
             metrics.append(part_metrics)
@@ -224,9 +227,9 @@ class PolicyWorker:
 
     def save_checkpoint(self, folder: str) -> None:
         """Write model, optimizer and schedule with torch's distributed checkpoint. Collective."""
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-        dcp.save(self._training_state(), checkpoint_id=folder)
+        save(self._training_state(), checkpoint_id=folder)
 
     def load_checkpoint(self, folder: str) -> None:
         """Restore what `save_checkpoint` wrote, at the same or another parallel size. Collective.
@@ -234,20 +237,19 @@ class PolicyWorker:
         Raises:
             UserError: the folder is missing, damaged, or of another model.
         """
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         if not (Path(folder) / ".metadata").is_file():
             raise UserError(f"{folder} holds no training checkpoint (no .metadata file)")
         state = self._training_state()
         try:
-            dcp.load(state, checkpoint_id=folder)
-        except (dcp.CheckpointException, RuntimeError, KeyError, EOFError, OSError) as error:
+            load(state, checkpoint_id=folder)
+        except (CheckpointException, RuntimeError, KeyError, EOFError, OSError) as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             raise UserError(f"{folder} cannot be restored into this model: {reason}") from error
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         invalidate_rounded_weights(self.model)

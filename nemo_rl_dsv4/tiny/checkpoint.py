@@ -1,7 +1,7 @@
 """Make the tiny model's checkpoint: random weights, a supervised warm start, the released file format.
 
-The folder is complete or absent: it appears by one rename. Its name holds a hash of everything that shaped it, so a changed
-setting makes a new checkpoint and an unchanged one is made once.
+The folder is complete or absent: it appears by one rename. Its name holds a hash of everything that shaped it, so a
+changed setting makes a new checkpoint and an unchanged one is made once.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def ensure_tiny_checkpoint(
         on_step: called with step and loss after every step.
 
     Raises:
-        UserError: no problems, a batch size that does not divide over the processes, or a folder that cannot be written.
+        UserError: no problems, a batch size that does not divide over the processes, or a folder that cannot be
+            written.
     """
     folder = checkpoint_folder(tiny, dataset)
     if (folder / "config.json").is_file():

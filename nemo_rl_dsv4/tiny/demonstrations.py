@@ -1,8 +1,8 @@
 """Worked answers to imitate before RL.
 
 A share of them is careless: it does the first step of the problem right and boxes that intermediate result. So the warm
-start knows the task's language and arithmetic but has a habit that costs reward, which is what reinforcement learning is
-there to remove.
+start knows the task's language and arithmetic but has a habit that costs reward, which is what reinforcement learning
+is there to remove.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def demonstration_batch(
     """Prompts with their demonstrations as a training batch.
 
     Returns:
-        `input_ids` int64 [B, S] right-padded, `input_lengths` int64 [B], `token_mask` float32 [B, S] (1 on the answer and
-        its end-of-sentence token), `sample_mask` float32 [B].
+        `input_ids` int64 [B, S] right-padded, `input_lengths` int64 [B], `token_mask` float32 [B, S] (1 on the answer
+        and its end-of-sentence token), `sample_mask` float32 [B].
     """
     rows = []
     for problem in problems:

@@ -1,0 +1,17 @@
+"""One Ray for all tests that need several processes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    import ray
+
+    ray.init(num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()

@@ -1,0 +1,164 @@
+"""Two training processes compute what one does, and the rollout engines agree with them.
+
+FP32 on gloo. One group of two processes is rebuilt for every layout: importing the libraries costs more than the runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemo_rl_dsv4.generation.group import ReferenceGeneration, ReferenceSpec
+from nemo_rl_dsv4.generation.sampling import SamplingParams
+from nemo_rl_dsv4.grpo.loss import ClippedPGLoss
+from nemo_rl_dsv4.grpo.settings import LossSettings
+from nemo_rl_dsv4.model.build import CPU_BACKEND
+from nemo_rl_dsv4.model.qat import SWITCHES
+from nemo_rl_dsv4.model.release_writer import write_release_checkpoint
+from nemo_rl_dsv4.policy.group import PolicyGroup
+from nemo_rl_dsv4.policy.parallel import ParallelSizes
+from nemo_rl_dsv4.policy.spec import PolicySpec
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+ROWS = 8
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, config_once, training_once):
+    folder = tmp_path_factory.mktemp("release") / "model"
+    write_release_checkpoint(training_once, config_once, folder, expert_format="fp8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def groups(cluster):
+    made = {1: PolicyGroup(1), 2: PolicyGroup(2)}
+    yield made
+    for group in made.values():
+        group.shutdown()
+
+
+def spec(checkpoint, sizes, *, qat):
+    return PolicySpec(
+        checkpoint=str(checkpoint),
+        sizes=sizes,
+        profile="vllm-hopper",
+        fake_quant=dict.fromkeys(SWITCHES, qat),
+        precision="float32",
+        backend=CPU_BACKEND,
+        micro_batch_size=4,
+        logprob_batch_size=4,
+        optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]}},
+    )
+
+
+def rollouts():
+    """Ragged rows, one of them beyond 128 tokens so that the ratio-128 layer compresses; its group has two lengths."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([140, 30, 28, 33, 135, 29, 31, 30])
+    width = int(lengths.max())
+    inside = torch.arange(width) < lengths.unsqueeze(1)
+    token_mask = inside & (torch.arange(width) >= 20)
+    return {
+        "input_ids": torch.where(inside, torch.randint(3, 160, (ROWS, width), generator=generator), 1),
+        "input_lengths": lengths,
+        "token_mask": token_mask.float(),
+        "sample_mask": torch.ones(ROWS),
+        "advantages": torch.randn(ROWS, 1, generator=generator).expand(ROWS, width).contiguous(),
+    }
+
+
+def losses_after(group, data, settings):
+    """Losses, gradient norms and final weights of three steps."""
+    data = dict(data)
+    data["generation_logprobs"] = group.get_logprobs(data)["logprobs"]
+    data["prev_logprobs"] = data["generation_logprobs"]
+    outputs = [group.train(data, ClippedPGLoss(settings)) for _ in range(STEPS)]
+    return {
+        "logprobs": data["prev_logprobs"],
+        "loss": torch.cat([out["loss"] for out in outputs]),
+        "grad_norm": torch.cat([out["grad_norm"] for out in outputs]),
+        "weights": group.full_state_dict(),
+    }
+
+
+SETTINGS = LossSettings(reference_policy_kl_penalty=0.0)
+
+
+@pytest.fixture(scope="module")
+def one_process(groups, checkpoint):
+    groups[1].build(spec(checkpoint, ParallelSizes(1), qat=False), global_batch_size=ROWS)
+    return losses_after(groups[1], rollouts(), SETTINGS)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp2ep2", "cp2ep2"])
+def test_two_processes_equal_one(groups, checkpoint, one_process, layout):
+    sizes = {
+        "dp2": ParallelSizes(2),
+        "dp2ep2": ParallelSizes(2, ep=2),
+        "cp2ep2": ParallelSizes(2, cp=2, ep=2),
+    }[layout]
+    groups[2].build(spec(checkpoint, sizes, qat=False), global_batch_size=ROWS)
+    found = losses_after(groups[2], rollouts(), SETTINGS)
+    torch.testing.assert_close(found["logprobs"], one_process["logprobs"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["loss"], one_process["loss"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["grad_norm"], one_process["grad_norm"], rtol=1e-4, atol=0)
+    assert found["weights"].keys() == one_process["weights"].keys()
+    for name, value in one_process["weights"].items():
+        # Three AdamW steps of 1e-4 move a weight by up to 3e-4, whatever its gradient's size; 1e-9 of noise can flip
+        # one.
+        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=3e-4, msg=name)
+        if value.is_floating_point():
+            assert (found["weights"][name] - value).abs().mean() < 1e-5, name
+
+
+def test_a_sequence_level_loss_is_the_same_under_context_parallelism(groups, checkpoint):
+    """A mean per sequence needs whole rows: each rank's slice alone would give another loss."""
+    settings = replace(SETTINGS, token_level_loss=False)
+    losses = {}
+    for world, sizes in ((1, ParallelSizes(1)), (2, ParallelSizes(2, cp=2, ep=2))):
+        groups[world].build(spec(checkpoint, sizes, qat=False), global_batch_size=ROWS)
+        losses[world] = losses_after(groups[world], rollouts(), settings)["loss"]
+    torch.testing.assert_close(losses[2], losses[1], rtol=0, atol=1e-5)
+
+
+def test_rollout_agrees_with_a_rounding_trainer_through_a_refit(groups, checkpoint, config_once):
+    """The whole refit path of two ranks: gather, export, wire, two engines; then train and refit again."""
+    groups[2].build(spec(checkpoint, ParallelSizes(2, ep=2), qat=True), global_batch_size=ROWS)
+    generation = ReferenceGeneration(SamplingParams(12, stop_token_ids=(1,)), pad_id=1, num_workers=2)
+    generation.build(ReferenceSpec(config_once, "vllm-hopper"))
+    prompts = {
+        "input_ids": rollouts()["input_ids"][:, :20],
+        "input_lengths": torch.tensor([20, 18, 20, 15, 20, 19, 20, 17]),
+    }
+    differences = []
+    for _ in range(2):
+        report = groups[2].export_to(generation)
+        assert report["tensors"] > 400 and report["quantized"] > 100 and report["bytes"] > 3e6
+        out = generation.generate(prompts, greedy=False, seed=4)
+        scored = groups[2].get_logprobs(
+            {"input_ids": out["output_ids"], "input_lengths": out["unpadded_sequence_lengths"]}
+        )["logprobs"]
+        response = out["logprobs"] != 0
+        differences.append((scored - out["logprobs"])[response].abs().mean())
+        data = rollouts()
+        data["generation_logprobs"] = data["prev_logprobs"] = groups[2].get_logprobs(data)["logprobs"]
+        groups[2].train(data, ClippedPGLoss(SETTINGS))
+    assert max(differences) < 1e-3, differences
+    generation.shutdown()
+
+
+def test_a_checkpoint_restores_at_another_layout(groups, checkpoint, tmp_path):
+    groups[1].build(spec(checkpoint, ParallelSizes(1), qat=False), global_batch_size=ROWS)
+    data = rollouts()
+    data["generation_logprobs"] = data["prev_logprobs"] = groups[1].get_logprobs(data)["logprobs"]
+    loss = ClippedPGLoss(SETTINGS)
+    groups[1].train(data, loss)
+    groups[1].save_checkpoint(tmp_path / "saved")
+    expected = groups[1].train(data, loss)["loss"]
+    groups[2].build(spec(checkpoint, ParallelSizes(2, cp=2, ep=2), qat=False), global_batch_size=ROWS)
+    groups[2].load_checkpoint(tmp_path / "saved")
+    torch.testing.assert_close(groups[2].train(data, loss)["loss"], expected, rtol=0, atol=1e-5)

@@ -1,0 +1,120 @@
+"""The README's command, shortened: a whole run, resume, Ctrl-C, and bad checkpoints."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def records(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_writes_what_it_says(run, tmp_path):
+    done = run("qat", "grpo.max_num_steps=2", "checkpointing.save_period=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    run_dir = tmp_path / "logs/exp_001"
+    steps = records(run_dir)
+    assert [record["step"] for record in steps] == [0, 1, 2]
+    assert "validation/accuracy" in steps[0] and "validation/accuracy" in steps[2]
+    for name in ("reward", "loss", "grad_norm", "lr", "gen_kl_error", "token_mult_prob_error", "approx_entropy"):
+        assert f"train/{name}" in steps[1], sorted(steps[1])
+    assert steps[1]["refit/quantized"] > 100
+    assert steps[1]["train/gen_kl_error"] < 1e-4
+    for name in ("config.yaml", "summary.json", "summary.png", "report.html"):
+        assert (run_dir / name).stat().st_size > 0
+        assert str(Path("logs") / "exp_001" / name) in done.stdout
+    assert {path.name for path in (tmp_path / "results/exp_001").iterdir()} == {"step_1", "step_2"}
+    assert "step 2/2" in done.stdout and "validation accuracy, last" in done.stdout
+
+
+def test_resume_continues_as_if_never_stopped(run, tmp_path):
+    whole = run("qat", "grpo.max_num_steps=3", "checkpointing.save_period=10", "grpo.val_at_end=false")
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    first = run("qat", "grpo.max_num_steps=2", "grpo.val_at_end=false")
+    assert first.returncode == 0, first.stderr[-3000:]
+    resumed = run("qat", "grpo.max_num_steps=3", "grpo.val_at_end=false", "--resume", str(tmp_path / "logs/exp_002"))
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    expected, found = records(tmp_path / "logs/exp_001"), records(tmp_path / "logs/exp_002")
+    assert [record["step"] for record in found] == [0, 1, 2, 3]
+    timing = ("timing/", "performance/", "refit/seconds")
+    for left, right in zip(expected, found, strict=True):
+        assert {k: v for k, v in left.items() if not k.startswith(timing)} == {
+            k: v for k, v in right.items() if not k.startswith(timing)
+        }
+
+
+def test_bf16_training_disagrees_with_the_rollout(run, tmp_path):
+    done = run(
+        "bf16",
+        "grpo.max_num_steps=1",
+        "checkpointing.enabled=false",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (record,) = records(tmp_path / "logs/exp_001")
+    assert record["train/gen_kl_error"] > 1e-6
+
+
+def test_two_processes_share_sequences_and_experts(run, tmp_path):
+    done = run(
+        "cp2ep2-qat",
+        "policy.dsv4.cpu_processes=2",
+        "grpo.max_num_steps=1",
+        "checkpointing.enabled=false",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (record,) = records(tmp_path / "logs/exp_001")
+    assert record["train/gen_kl_error"] < 1e-4
+
+
+def test_ctrl_c_leaves_nothing_half_written(command, environment, tmp_path):
+    process = subprocess.Popen(
+        command("qat", "grpo.max_num_steps=500", "checkpointing.save_period=1"),
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    results = tmp_path / "results/exp_001"
+    deadline = time.monotonic() + 300
+    while not (results / "step_2").is_dir():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1][-3000:]
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.strip().splitlines()[-1].startswith("interrupted")
+    assert "Traceback" not in errors
+    assert all(path.name.startswith("step_") for path in results.iterdir())
+    assert len(records(tmp_path / "logs/exp_001")) >= 3
+
+
+def test_a_truncated_checkpoint_is_one_line(run, tmp_path, tiny_cache):
+    made = run(
+        "qat", "grpo.max_num_steps=1", "checkpointing.enabled=false", "grpo.val_at_start=false", "grpo.val_at_end=false"
+    )
+    assert made.returncode == 0, made.stderr[-3000:]
+    source = next(path for path in tiny_cache.iterdir() if path.name.startswith("dsv4-tiny-"))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in source.iterdir():
+        content = file.read_bytes()
+        (broken / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+    done = run("qat", f"policy.model_name={broken}", f"policy.tokenizer.name={broken}")
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error:") and "safetensors" in line and str(broken) in line
+    assert not (tmp_path / "logs/exp_002").exists()

@@ -1,0 +1,134 @@
+"""One rank of the policy, in this process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.build import build_model
+from nemo_rl_dsv4.model.checkpoint_format import automodel_config
+from nemo_rl_dsv4.model.qat import SWITCHES
+from nemo_rl_dsv4.numerics import get_profile
+from nemo_rl_dsv4.policy.parallel import Meshes, ParallelSizes
+from nemo_rl_dsv4.policy.worker import PolicyWorker
+from nemo_rl_dsv4.tiny.demonstrations import DemonstrationLoss
+
+
+@pytest.fixture
+def small_config(tiny_config):
+    """Two layers are enough here: ratio 0 with hash routing, and ratio 4 with an indexer."""
+    return tiny_config | {"num_hidden_layers": 2, "compress_ratios": [0, 4], "hc_mult": 2, "hc_sinkhorn_iters": 2}
+
+
+def make_worker(config, *, qat=False, lr=1e-3, **kwargs):
+    model = build_model(automodel_config(config), routing_weight_after_down=qat, seed=1)
+    return PolicyWorker(
+        model,
+        Meshes(ParallelSizes(1)),
+        profile=get_profile("vllm-hopper"),
+        fake_quant=dict.fromkeys(SWITCHES, qat),
+        **{"micro_batch_size": 4, "logprob_batch_size": 3, **kwargs},
+        optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": lr, "weight_decay": 0.0}},
+    )
+
+
+def batch(rows=6, width=24):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(8, width + 1, (rows,), generator=generator)
+    lengths[0] = width
+    ids = torch.randint(3, 160, (rows, width), generator=generator)
+    inside = torch.arange(width) < lengths.unsqueeze(1)
+    return {
+        "input_ids": torch.where(inside, ids, 1),
+        "input_lengths": lengths,
+        "token_mask": (inside & (torch.arange(width) >= 5)).float(),
+        "sample_mask": torch.ones(rows),
+    }
+
+
+def train(worker, data):
+    tokens = float((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum())
+    return worker.train(data, DemonstrationLoss(), global_valid_seqs=len(data["input_ids"]), global_valid_tokens=tokens)
+
+
+def test_logprobs_are_those_of_each_row_alone(small_config):
+    worker, data = make_worker(small_config), batch()
+    found = worker.get_logprobs(data)["logprobs"]
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        ids = data["input_ids"][row : row + 1, :length]
+        with torch.no_grad():
+            table = torch.log_softmax(worker.model(ids).logits[0].float(), -1)
+        expected = table[:-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
+        torch.testing.assert_close(found[row, 1:length], expected, rtol=0, atol=1e-5)
+        assert found[row, 0] == 0 and (found[row, length:] == 0).all()
+
+
+def test_micro_batches_change_nothing(small_config):
+    data = batch()
+    one, many = make_worker(small_config, micro_batch_size=6), make_worker(small_config, micro_batch_size=1)
+    first, second = train(one, data), train(many, data)
+    assert second["loss"] == pytest.approx(first["loss"], abs=1e-6)
+    assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-5)
+    assert len(second["all_mb_metrics"]) == 6
+    state = many.full_state_dict()
+    for name, value in one.full_state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=2e-4, msg=name)  # AdamW turns 1e-9 into a full step
+
+
+def test_training_lowers_the_loss_and_leaves_the_indexer(small_config):
+    worker, data = make_worker(small_config, qat=True, lr=3e-3), batch()
+    before = {k: v.clone() for k, v in worker.full_state_dict().items()}
+    losses = [train(worker, data)["loss"] for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.3
+    after = worker.full_state_dict()
+    for name, value in before.items():
+        if ".indexer." in name or "tid2eid" in name:
+            assert torch.equal(after[name], value), name
+    assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_an_infinite_gradient_takes_no_step(small_config):
+    worker, data = make_worker(small_config), batch()
+    before = worker.model.lm_head.weight.detach().clone()
+
+    def explode(logprobs, data, **_):
+        return logprobs.sum() * torch.inf, {}
+
+    with pytest.raises(FloatingPointError, match="weights are unchanged"):
+        worker.train(data, explode, global_valid_seqs=1, global_valid_tokens=1)
+    assert torch.equal(worker.model.lm_head.weight, before)
+    assert all(p.grad is None for p in worker.model.parameters())
+
+
+def test_reference_logprobs_stay_where_they_began(small_config):
+    worker, data = make_worker(small_config, qat=True, keep_reference=True, lr=1e-2), batch()
+    start = worker.get_logprobs(data)["logprobs"]
+    train(worker, data)
+    moved = worker.get_logprobs(data)["logprobs"]
+    assert (moved - start).abs().max() > 1e-2
+    torch.testing.assert_close(worker.get_reference_logprobs(data)["reference_logprobs"], start, rtol=0, atol=0)
+    torch.testing.assert_close(worker.get_logprobs(data)["logprobs"], moved, rtol=0, atol=0)
+    with pytest.raises(UserError, match="no reference policy was kept"):
+        make_worker(small_config).get_reference_logprobs(data)
+
+
+def test_a_restored_worker_goes_on_bitwise(small_config, tmp_path):
+    worker, data = make_worker(small_config, qat=True), batch()
+    train(worker, data)
+    worker.save_checkpoint(str(tmp_path / "saved"))
+    expected = [train(worker, data)["loss"] for _ in range(2)]
+    again = make_worker(small_config, qat=True)
+    again.load_checkpoint(str(tmp_path / "saved"))
+    assert [train(again, data)["loss"] for _ in range(2)] == expected
+
+
+def test_a_damaged_checkpoint_is_refused(small_config, tmp_path):
+    worker = make_worker(small_config)
+    with pytest.raises(UserError, match="holds no training checkpoint"):
+        worker.load_checkpoint(str(tmp_path))
+    worker.save_checkpoint(str(tmp_path / "saved"))
+    (data_file,) = (tmp_path / "saved").glob("*.distcp")
+    data_file.write_bytes(data_file.read_bytes()[:1000])
+    with pytest.raises(UserError, match="cannot be restored"):
+        worker.load_checkpoint(str(tmp_path / "saved"))
