@@ -43,16 +43,23 @@ def quantize(x: Tensor, spec: QuantSpec, *, check_finite: bool = False, name: st
     holds one becomes NaN (e2m1 has no NaN, so it always checks).
     """
     require_float(x, name)
-    check_finite = check_finite or spec.fmt == "e2m1"
-    body, kept = split_kept(as_matrix(x), spec)
     if x.is_cuda and x.numel():
         from nemo_rl_dsv4.numerics import fused
 
-        pair = fused.quantize(body, spec)
+        pair = fused.quantize(as_matrix(x), spec)
         if pair is not None:
             if check_finite and not bool(pair[1].isfinite().all()):
                 _raise_non_finite(x, name)
-            return Quantized(*(t[0] if x.dim() == 1 else t for t in pair), spec, x.shape)
+            data, scale = (t[0] for t in pair) if x.dim() == 1 else pair
+            return Quantized(data, scale, spec, x.shape)
+    return reference_quantize(x, spec, check_finite=check_finite, name=name)
+
+
+@torch.no_grad()
+def reference_quantize(x: Tensor, spec: QuantSpec, *, check_finite: bool = False, name: str = "tensor") -> Quantized:
+    """:func:`quantize` in torch on any device: what the kernels are compared with."""
+    check_finite = check_finite or spec.fmt == "e2m1"
+    body, kept = split_kept(as_matrix(x), spec)
     scale = torch.ones(grid_shape(body.shape, spec.block), dtype=torch.float32, device=x.device)
     if spec.fmt == "e2m1":
         if body.shape[-1] % 2:
@@ -77,13 +84,19 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
     A value beyond the largest finite number of ``dtype`` (a code can round up by one sixteenth) saturates there.
     """
-    data, scale, spec = as_matrix(q.data), as_matrix(q.scale), q.spec
-    if data.is_cuda and data.numel():
+    if q.data.is_cuda and q.data.numel():
         from nemo_rl_dsv4.numerics import fused
 
-        values = fused.dequantize(data, scale, spec, dtype)
+        values = fused.dequantize(as_matrix(q.data), as_matrix(q.scale), q.spec, dtype)
         if values is not None:
             return values.reshape(q.shape)
+    return reference_dequantize(q, dtype)
+
+
+@torch.no_grad()
+def reference_dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
+    """:func:`dequantize` in torch on any device."""
+    data, scale, spec = as_matrix(q.data), as_matrix(q.scale), q.spec
     body = torch.Size((*q.shape[:-1], q.shape[-1] - spec.keep_last)) if q.shape else torch.Size((0,))
     body = body if len(body) > 1 else torch.Size((1, *body))
     out = torch.empty((*body[:-1], q.shape[-1]), dtype=dtype, device=data.device)

@@ -40,13 +40,18 @@ def fake_quant(x: Tensor, spec: QuantSpec) -> Tensor:
 def fake_quant_values(x: Tensor, spec: QuantSpec) -> Tensor:
     """dequantize(quantize(x)) in x's dtype without the intermediate bytes; no gradient rule. Same bits, one pass."""
     require_float(x)
-    matrix = as_matrix(x)
     if x.is_cuda and x.numel():
         from nemo_rl_dsv4.numerics import fused
 
-        rounded = fused.fake_quant(matrix, spec)
+        rounded = fused.fake_quant(as_matrix(x), spec)
         if rounded is not None:
             return rounded.reshape(x.shape)
+    return reference_fake_quant(x, spec)
+
+
+def reference_fake_quant(x: Tensor, spec: QuantSpec) -> Tensor:
+    """:func:`fake_quant_values` in torch on any device: what the kernels are compared with."""
+    matrix = as_matrix(x)
     body, kept = split_kept(matrix, spec)
     single = (
         kept is None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nemo_rl_dsv4.numerics.fake_quant import fake_quant_values
+from nemo_rl_dsv4.numerics.fake_quant import reference_fake_quant
 from nemo_rl_dsv4.numerics.formats import NumericsError
 from nemo_rl_dsv4.numerics.spec import QuantSpec
 
@@ -56,7 +56,7 @@ def inverse_rope_forward(o: Tensor, cos: Tensor, sin: Tensor, spec: QuantSpec | 
     """The torch reference of the forward."""
     rotated = _rotated(o, cos, -sin)
     grouped = rotated.reshape(*o.shape[:-2], n_groups, o.shape[-2] // n_groups * o.shape[-1])
-    return (grouped if spec is None else fake_quant_values(grouped, spec)).to(o.dtype)
+    return (grouped if spec is None else reference_fake_quant(grouped, spec)).to(o.dtype)
 
 
 def inverse_rope_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

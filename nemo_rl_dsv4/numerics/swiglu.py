@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from nemo_rl_dsv4.numerics.fake_quant import fake_quant_values
+from nemo_rl_dsv4.numerics.fake_quant import reference_fake_quant
 from nemo_rl_dsv4.numerics.formats import NumericsError
 from nemo_rl_dsv4.numerics.spec import QuantSpec
 
@@ -62,7 +62,7 @@ def swiglu_forward(gate: Tensor, up: Tensor, spec: QuantSpec | None, limit: floa
     g, u, denominator = _clamped(gate, up, limit, steps)
     silu = _bf16_after("silu", g / denominator, steps)
     product = _bf16_after("product", silu * u, steps)
-    return (product if spec is None else fake_quant_values(product, spec)).to(gate.dtype)
+    return (product if spec is None else reference_fake_quant(product, spec)).to(gate.dtype)
 
 
 def swiglu_backward(

@@ -34,5 +34,5 @@ def dequantize(data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype)
 
 
 def _tile_fits(spec: QuantSpec) -> bool:
-    area = triton.next_power_of_2(spec.block[0]) * triton.next_power_of_2(spec.block[1])
+    area = int(triton.next_power_of_2(spec.block[0])) * int(triton.next_power_of_2(spec.block[1]))
     return spec.keep_last == 0 and _MIN_TILE <= area <= _MAX_TILE

@@ -1,6 +1,6 @@
 """Activation fake quantization in groups along the last dim: one read, one write.
 
-Reference: :func:`nemo_rl_dsv4.numerics.fake_quant.fake_quant_values` with block (1, g) and no kept channels.
+Reference: :func:`nemo_rl_dsv4.numerics.fake_quant.reference_fake_quant` with block (1, g) and no kept channels.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false

@@ -1,6 +1,6 @@
 """KV-cache fake quantization: groups on the leading channels, the trailing RoPE channels copied, in one pass.
 
-Reference: :func:`nemo_rl_dsv4.numerics.fake_quant.fake_quant_values` with block (1, g) and ``keep_last`` > 0.
+Reference: :func:`nemo_rl_dsv4.numerics.fake_quant.reference_fake_quant` with block (1, g) and ``keep_last`` > 0.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false

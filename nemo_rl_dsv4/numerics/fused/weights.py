@@ -1,6 +1,6 @@
 """Weights in 2-D blocks: fake quantization, quantization to bytes and scales, dequantization; a program a block.
 
-Reference: ``quantize``, ``dequantize`` and ``fake_quant_values`` of :mod:`nemo_rl_dsv4.numerics` for FP8 formats.
+Reference: ``reference_quantize``, ``reference_dequantize`` and ``reference_fake_quant`` of the numerics package.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false

@@ -8,7 +8,7 @@ import torch
 
 from nemo_rl_dsv4.numerics import PROFILES, QuantSpec, dequantize, quantize
 from nemo_rl_dsv4.numerics.blockwise import Quantized
-from nemo_rl_dsv4.numerics.fake_quant import fake_quant_values
+from nemo_rl_dsv4.numerics.fake_quant import reference_fake_quant
 from nemo_rl_dsv4.numerics.rotary import inverse_rope_backward, inverse_rope_fake_quant, inverse_rope_forward
 from nemo_rl_dsv4.numerics.swiglu import swiglu_backward, swiglu_fake_quant, swiglu_forward
 
@@ -44,7 +44,7 @@ def test_group_kernels_for_every_profile(spec: QuantSpec, dtype: torch.dtype) ->
     for columns in (256, 80, 200):
         x = inputs(columns, spec.max_value, dtype)
         kernel = FUSED["kv"].fake_quant_kv if spec.keep_last else FUSED["groups"].fake_quant_groups
-        assert torch.equal(bits(kernel(x, spec)), bits(fake_quant_values(x, spec)))
+        assert torch.equal(bits(kernel(x, spec)), bits(reference_fake_quant(x, spec)))
 
 
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e4m3fnuz", "e2m1"])
@@ -55,7 +55,7 @@ def test_tile_kernels_on_whole_and_partial_blocks(fmt: str, scale: str, scale_ro
     spec = QuantSpec(fmt, (16, 32), scale, scale_rounding=scale_rounding)
     for dtype, shape in ((torch.float32, (2, 24, 80)), (torch.bfloat16, (24, 70))):
         x = inputs(shape[-1], spec.max_value, dtype).expand(shape).contiguous()
-        assert torch.equal(bits(FUSED["weights"].fake_quant_tiles(x, spec)), bits(fake_quant_values(x, spec)))
+        assert torch.equal(bits(FUSED["weights"].fake_quant_tiles(x, spec)), bits(reference_fake_quant(x, spec)))
         if fmt == "e2m1":
             continue
         data, scales = FUSED["weights"].quantize_tiles(x, spec)
@@ -96,9 +96,9 @@ def test_strided_rows_are_read_in_place() -> None:
     wide = torch.randn(6, 512, generator=torch.Generator().manual_seed(1))
     spec = QuantSpec(block=(1, 128))
     part = wide[:, 128:384]
-    assert torch.equal(FUSED["groups"].fake_quant_groups(part, spec), fake_quant_values(part, spec))
+    assert torch.equal(FUSED["groups"].fake_quant_groups(part, spec), reference_fake_quant(part, spec))
     turned = wide.t()
-    assert torch.equal(FUSED["groups"].fake_quant_groups(turned, spec), fake_quant_values(turned, spec))
+    assert torch.equal(FUSED["groups"].fake_quant_groups(turned, spec), reference_fake_quant(turned, spec))
 
 
 @pytest.fixture
