@@ -30,10 +30,6 @@ def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
             traceback.print_exc()
         _say("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output, such as `head`, went away: there is nobody to tell.
-        sys.stderr.close()
-        return OK
 
 
 def one_line(error: BaseException) -> str:
