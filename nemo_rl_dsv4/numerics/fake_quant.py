@@ -9,7 +9,7 @@ from torch import Tensor
 from nemo_rl_dsv4.numerics.blockwise import SMALL, as_matrix, require_float, scale_blocks, split_kept
 from nemo_rl_dsv4.numerics.formats import format_of, round_to_e2m1
 from nemo_rl_dsv4.numerics.spec import QuantSpec
-from nemo_rl_dsv4.numerics.tiling import CHUNK_ELEMENTS, chunks, regions
+from nemo_rl_dsv4.numerics.tiling import chunk_limit, chunks, regions
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -55,7 +55,7 @@ def reference_fake_quant(x: Tensor, spec: QuantSpec) -> Tensor:
     body, kept = split_kept(matrix, spec)
     single = (
         kept is None
-        and body.numel() <= CHUNK_ELEMENTS
+        and body.numel() <= chunk_limit(body)
         and not any(size % block and size > block for size, block in zip(body.shape[-2:], spec.block, strict=True))
     )
     if single and body.numel():

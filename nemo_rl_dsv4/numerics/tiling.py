@@ -6,7 +6,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 19  # float32 work buffers hold at most this many elements, or one block row if that is longer
+# Float32 work buffers hold at most this many elements, or one block row if that is longer; a CPU likes them in cache.
+CHUNK_ELEMENTS = 1 << 19
+GPU_CHUNK_ELEMENTS = 1 << 26
+
+
+def chunk_limit(x: Tensor) -> int:
+    """Elements of ``x`` to work on at a time; compiled code has no buffers of its own to bound."""
+    if torch.compiler.is_compiling():
+        return x.numel()
+    return GPU_CHUNK_ELEMENTS if x.is_cuda else CHUNK_ELEMENTS
 
 
 def grid_shape(shape: torch.Size, block: tuple[int, int]) -> tuple[int, ...]:
@@ -36,18 +45,19 @@ def regions(shape: torch.Size, block: tuple[int, int]) -> Iterator[tuple[tuple, 
 
 def chunks(x: Tensor, block_rows: int, prefix: tuple = ()) -> Iterator[tuple[tuple, tuple]]:
     """Index pairs (into ``x``, into the scale grid) of slices small enough to work on, each of whole block rows."""
-    if x.numel() <= CHUNK_ELEMENTS:
+    limit = chunk_limit(x)
+    if x.numel() <= limit:
         if x.numel():
             yield (*prefix, ...), (*prefix, ...)
-    elif x.dim() > 2 and x[0].numel() > CHUNK_ELEMENTS:
+    elif x.dim() > 2 and x[0].numel() > limit:
         for i in range(x.shape[0]):
             yield from chunks(x[i], block_rows, (*prefix, i))
     elif x.dim() > 2:
-        step = CHUNK_ELEMENTS // x[0].numel()
+        step = limit // x[0].numel()
         for i in range(0, x.shape[0], step):
             yield (*prefix, slice(i, i + step)), (*prefix, slice(i, i + step))
     else:
-        step = max(1, CHUNK_ELEMENTS // (block_rows * x.shape[1]))
+        step = max(1, limit // (block_rows * x.shape[1]))
         for block in range(0, math.ceil(x.shape[0] / block_rows), step):
             rows = slice(block * block_rows, min((block + step) * block_rows, x.shape[0]))
             yield (*prefix, rows), (*prefix, slice(block, block + step))
