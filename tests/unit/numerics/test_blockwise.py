@@ -64,7 +64,7 @@ def test_golden_bytes_and_scales_of_whole_and_partial_blocks(fmt: str, scale: st
 
 
 def test_partial_and_stacked_shapes_round_as_separate_blocks() -> None:
-    """C022, C023: [192,320], [130,257] and stacked experts keep a ceil grid and never share a block."""
+    """C017, C022, C023: [192,320], [130,257] and stacked experts keep a ceil grid and never share a block."""
     for shape in ((192, 320), (130, 257), (2, 192, 256), (3, 2, 5, 130), (1, 4544, 96), (7,)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         spec = WEIGHT if len(shape) > 1 else GROUP
@@ -86,6 +86,7 @@ def test_partial_and_stacked_shapes_round_as_separate_blocks() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
 def test_fake_quant_has_the_bits_of_the_two_step_form(spec: QuantSpec, dtype: torch.dtype) -> None:
+    """C016: what training rounds with is what the exporter writes, byte for byte and for every layout of the input."""
     generator = torch.Generator().manual_seed(3)
     x = (torch.randn(2, 130, 224, generator=generator) * torch.logspace(-6, 2, 130)[:, None]).to(dtype)
     x[0, 0] = 0.0
