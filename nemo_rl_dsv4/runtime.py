@@ -203,7 +203,12 @@ def policy_spec(config: MasterConfig, checkpoint: Path) -> PolicySpec:
     )
     return PolicySpec(
         checkpoint=str(checkpoint),
-        sizes=ParallelSizes(config.world_size, layout.context_parallel_size, layout.expert_parallel_size),
+        sizes=ParallelSizes(
+            config.world_size,
+            cp=layout.context_parallel_size,
+            ep=layout.expert_parallel_size,
+            replicate=layout.dp_replicate_size,
+        ),
         profile=profile_name(config),
         fake_quant=policy.dsv4.fake_quant.resolved(policy.dsv4.train_mode),
         precision=policy.precision,

@@ -7,6 +7,7 @@ without TransformerEngine or outside rank 0's group and are replaced here, from 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +28,19 @@ from nemo_rl_dsv4.errors import UserError
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Ranks on each axis. `dp` is what is left of the world after context parallelism."""
+    """Ranks on each axis. `dp` is what is left of the world after context parallelism.
+
+    `replicate` copies of the sharded model share the data-parallel axis: 1 shards over all of it (FSDP), the whole axis
+    keeps a full model on every rank and averages gradients. Nothing in between is supported.
+    """
 
     world: int
     cp: int = 1
     ep: int = 1
+    replicate: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("world", "cp", "ep"):
+        for name in ("world", "cp", "ep", "replicate"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} size is {getattr(self, name)}; wanted 1 or more")
         if self.world % self.cp:
@@ -48,10 +54,21 @@ class ParallelSizes:
                 "change policy.dtensor_cfg.expert_parallel_size or the number of processes"
             )
 
+        if self.replicate not in (1, self.dp) or (self.replicate > 1 and (self.cp > 1 or self.ep > 1)):
+            raise UserError(
+                f"dp_replicate_size {self.replicate} does not fit data parallel {self.dp}, context parallel {self.cp}, "
+                f"expert parallel {self.ep}; wanted 1 (sharded), or all data-parallel ranks with neither of the other two"
+            )
+
     @property
     def dp(self) -> int:
         """Data-parallel size."""
         return self.world // self.cp
+
+    @property
+    def replicated(self) -> bool:
+        """Every rank holds the whole model; also true in a world of one."""
+        return self.replicate == self.world
 
 
 class _GatherAlongDim(torch.autograd.Function):
@@ -98,9 +115,27 @@ def _patch_automodel() -> None:
     moe_parallelizer.apply_cp = _apply_cp
 
 
+def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Replace every gradient by its mean over all ranks, in one all-reduce.
+
+    A parameter that no rank used keeps no gradient (an optimizer then leaves it alone, weight decay included); one
+    that only some ranks used counts as zero on the others, as under FSDP.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    used = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.int32)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    chosen = [parameter for parameter, flag in zip(trainable, used.tolist(), strict=True) if flag]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
+    flat = torch.cat([grad.detach().reshape(-1).float() for grad in grads])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for parameter, grad, mean in zip(chosen, grads, flat.split([g.numel() for g in grads]), strict=True):
+        parameter.grad = mean.view_as(grad).to(grad.dtype)
+
+
 @dataclass
 class Meshes:
-    """Process meshes of one rank; all None in a single process."""
+    """Process meshes of one rank; None where every rank holds the whole model."""
 
     sizes: ParallelSizes
     world: DeviceMesh | None = None
@@ -127,7 +162,7 @@ class Meshes:
 
 def create_meshes(sizes: ParallelSizes) -> Meshes:
     """Create the device meshes; `torch.distributed` must be initialized when `sizes.world` > 1."""
-    if sizes.world == 1:
+    if sizes.replicated:
         return Meshes(sizes)
     world, moe = _create_device_meshes(
         FSDP2Config(),

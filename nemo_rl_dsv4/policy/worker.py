@@ -21,7 +21,7 @@ from nemo_rl_dsv4.model.qat import InstallReport, install_fake_quant, invalidate
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
 from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
 from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler
-from nemo_rl_dsv4.policy.parallel import Meshes, _GatherAlongDim, parallelize
+from nemo_rl_dsv4.policy.parallel import Meshes, _GatherAlongDim, average_gradients, parallelize
 
 LossFn = Callable[..., tuple[torch.Tensor, dict[str, float]]]
 Batch = dict[str, torch.Tensor]
@@ -190,6 +190,8 @@ class PolicyWorker:
             (loss * self.meshes.sizes.dp).backward()
             losses.append(float(loss.detach()))
             metrics.append(part_metrics)
+        if self.meshes.sizes.world > 1 and self.meshes.sizes.replicated:
+            average_gradients(self.model.parameters())
         grad_norm = self._clip_gradients()
         if not torch.isfinite(torch.tensor(grad_norm)):
             self.optimizer.zero_grad(set_to_none=True)

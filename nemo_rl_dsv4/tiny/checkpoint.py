@@ -25,7 +25,7 @@ from nemo_rl_dsv4.model.release_writer import write_release_checkpoint
 from nemo_rl_dsv4.policy.group import PolicyGroup
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec
-from nemo_rl_dsv4.tiny.demonstrations import DemonstrationLoss, demonstration_batch
+from nemo_rl_dsv4.tiny.demonstrations import DemonstrationLoss, demonstration_batch, similar_length_batches
 
 FORMAT_VERSION = 1
 """Raise it when the maker changes what the same settings produce."""
@@ -143,7 +143,7 @@ def warm_start(
         checkpoint=None,
         hf_config=hf_config,
         seed=tiny["seed"],
-        sizes=ParallelSizes(group.world),
+        sizes=ParallelSizes(group.world, replicate=group.world),
         profile="bf16",
         fake_quant={},
         precision="float32",
@@ -166,11 +166,15 @@ def warm_start(
     )
     rng = random.Random(tiny["seed"])
     group.build(spec, global_batch_size=batch_size)
+
+    def encode_prompt(problem: Problem) -> list[int]:
+        return tokenizer.encode(encode_chat(prompt_messages(problem.prompt)))
+
+    batches = similar_length_batches(problems, encode_prompt, batch_size)
     for step in range(steps):
-        chosen = [problems[(step * batch_size + i) % len(problems)] for i in range(batch_size)]
         batch = demonstration_batch(
-            chosen,
-            lambda problem: tokenizer.encode(encode_chat(prompt_messages(problem.prompt))),
+            next(batches),
+            encode_prompt,
             tokenizer.encode,
             eos_id=tokenizer.eos_id,
             pad_id=tokenizer.pad_id,

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from nemo_rl_dsv4.data.problem import Problem
 from nemo_rl_dsv4.errors import UserError
+
+LENGTH_CLASS = 64
 
 _FIRST_STEP = re.compile(r"^(?P<step>.*?= *(?P<result>-?\d+))\s*\.")
 
@@ -36,6 +38,24 @@ def demonstrate(problem: Problem, careless_share: float, rng: random.Random) -> 
     if first is None:
         return problem.worked
     return f"{first['step']}. \\boxed{{ {first['result']} }}"
+
+
+def similar_length_batches(
+    problems: Sequence[Problem], encode_prompt: Callable[[Problem], list[int]], batch_size: int
+) -> Iterator[list[Problem]]:
+    """Batches without end, in the order of `problems`, whose prompts have about the same length.
+
+    A problem waits until `batch_size` problems of its length class (64 tokens wide) are there, so that no short row is
+    padded to a long one.
+    """
+    waiting: dict[int, list[Problem]] = {}
+    while True:
+        for problem in problems:
+            bucket = waiting.setdefault(len(encode_prompt(problem)) // LENGTH_CLASS, [])
+            bucket.append(problem)
+            if len(bucket) == batch_size:
+                yield list(bucket)
+                bucket.clear()
 
 
 def demonstration_batch(

@@ -94,9 +94,10 @@ def one_process(groups, checkpoint):
     return losses_after(groups[1], rollouts(), SETTINGS)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp2ep2", "cp2ep2"])
+@pytest.mark.parametrize("layout", ["replicated2", "dp2", "dp2ep2", "cp2ep2"])
 def test_two_processes_equal_one(groups, checkpoint, one_process, layout):
     sizes = {
+        "replicated2": ParallelSizes(2, replicate=2),
         "dp2": ParallelSizes(2),
         "dp2ep2": ParallelSizes(2, ep=2),
         "cp2ep2": ParallelSizes(2, cp=2, ep=2),
@@ -125,6 +126,13 @@ def test_a_sequence_level_loss_is_the_same_under_context_parallelism(groups, che
     torch.testing.assert_close(losses[2], losses[1], rtol=0, atol=1e-5)
 
 
+def mean_difference(group, out):
+    """Mean absolute difference of the policy's and the engines' logprobs over response tokens."""
+    data = {"input_ids": out["output_ids"], "input_lengths": out["unpadded_sequence_lengths"]}
+    response = out["logprobs"] != 0
+    return float((group.get_logprobs(data)["logprobs"] - out["logprobs"])[response].abs().mean())
+
+
 def test_rollout_agrees_with_a_rounding_trainer_through_a_refit(groups, checkpoint, config_once):
     """The whole refit path of two ranks: gather, export, wire, two engines; then train and refit again."""
     groups[2].build(spec(checkpoint, ParallelSizes(2, ep=2), qat=True), global_batch_size=ROWS)
@@ -134,20 +142,19 @@ def test_rollout_agrees_with_a_rounding_trainer_through_a_refit(groups, checkpoi
         "input_ids": rollouts()["input_ids"][:, :20],
         "input_lengths": torch.tensor([20, 18, 20, 15, 20, 19, 20, 17]),
     }
-    differences = []
+    aligned, stale = [], []
     for _ in range(2):
         report = groups[2].export_to(generation)
         assert report["tensors"] > 400 and report["quantized"] > 100 and report["bytes"] > 3e6
         out = generation.generate(prompts, greedy=False, seed=4)
-        scored = groups[2].get_logprobs(
-            {"input_ids": out["output_ids"], "input_lengths": out["unpadded_sequence_lengths"]}
-        )["logprobs"]
-        response = out["logprobs"] != 0
-        differences.append((scored - out["logprobs"])[response].abs().mean())
+        aligned.append(mean_difference(groups[2], out))
         data = rollouts()
         data["generation_logprobs"] = data["prev_logprobs"] = groups[2].get_logprobs(data)["logprobs"]
-        groups[2].train(data, ClippedPGLoss(SETTINGS))
-    assert max(differences) < 1e-3, differences
+        for _ in range(5):
+            groups[2].train(data, ClippedPGLoss(SETTINGS))
+        stale.append(mean_difference(groups[2], out))
+    # Measured 4e-3: single FP8 codes flip, and random weights amplify it. Old weights must be plainly worse.
+    assert max(aligned) < 1e-2 and min(stale) > 5 * max(aligned), (aligned, stale)
     generation.shutdown()
 
 

@@ -12,7 +12,12 @@ from nemo_rl_dsv4.data.chat import prompt_messages
 from nemo_rl_dsv4.environments import last_boxed
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.tiny.checkpoint import checkpoint_folder
-from nemo_rl_dsv4.tiny.demonstrations import DemonstrationLoss, demonstrate, demonstration_batch
+from nemo_rl_dsv4.tiny.demonstrations import (
+    DemonstrationLoss,
+    demonstrate,
+    demonstration_batch,
+    similar_length_batches,
+)
 
 PROBLEM = Problem("?", "7", "16 - 7 = 9. 9 - 2 = 7. \\boxed{ 7 }")
 
@@ -55,6 +60,17 @@ def test_batches_mask_the_answer_and_its_end():
         assert tokenizer.decode(trained[:-1]) == problem.worked
         assert batch["input_ids"][row, : len(encode(problem))].tolist() == encode(problem)
         assert batch["input_lengths"][row] == len(encode(problem)) + len(trained)
+
+
+def test_batches_hold_one_length_class_and_lose_nothing():
+    problems = [Problem("long" if i % 4 == 3 else "short", str(i)) for i in range(8)]
+    lengths = {"long": list(range(150)), "short": list(range(30))}
+    batches = similar_length_batches(problems, lambda problem: lengths[problem.prompt], 3)
+    found = [next(batches) for _ in range(8)]
+    assert all(len({problem.prompt for problem in batch}) == 1 for batch in found)
+    # Two rounds of the 8 problems and the beginning of a third: 6 short ones a round, 2 long ones.
+    assert [problem.answer for batch in found[:2] for problem in batch] == ["0", "1", "2", "4", "5", "6"]
+    assert [problem.answer for problem in next(b for b in found if b[0].prompt == "long")] == ["3", "7", "3"]
 
 
 def test_loss_is_the_mean_negative_log_likelihood():
