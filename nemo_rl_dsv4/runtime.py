@@ -70,6 +70,7 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
     train_set, val_set = build_datasets(_section(config.data.train), validation, config.grpo.seed)
     loader, val_prompts = make_prompts(config, tokenizer, train_set, val_set)
     settings = TrainerSettings.from_config(config)
+    warn_of_biased_sampling(config, console)
     with ray_cluster(config):
         group = PolicyGroup(config.world_size)
         progress_bars = RunConsole(console, config.grpo.max_num_steps)
@@ -112,6 +113,24 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
                 logger.discard_if_empty()
     report(console, logger, summary, time.monotonic() - started)
     return summary
+
+
+def warn_of_biased_sampling(config: MasterConfig, console: Any) -> None:
+    """Say that ratios ignore a temperature or filter, where the recipe samples training rollouts with one."""
+    generation = config.policy.generation
+    changed = {
+        "temperature": generation.temperature != 1.0,
+        "top_p": generation.top_p != 1.0,
+        "top_k": generation.top_k is not None,
+    }
+    for key, is_changed in changed.items():
+        if is_changed:
+            console.print(
+                f"note: policy.generation.{key} is {getattr(generation, key)}; log-probabilities are those of the raw "
+                "logits on both sides, so importance ratios do not know of it and the gradient is biased",
+                highlight=False,
+                soft_wrap=True,
+            )
 
 
 def make_tokenizer(config: MasterConfig) -> Tokenizer:

@@ -68,6 +68,16 @@ def check_layout(config: MasterConfig) -> None:
         "the data-parallel size (processes / context_parallel_size)",
         "change one of them",
     )
+    require(
+        layout.dp_replicate_size == 1
+        or (
+            layout.dp_replicate_size == config.data_parallel_size
+            and layout.context_parallel_size == 1
+            and layout.expert_parallel_size == 1
+        ),
+        f"{where}.dp_replicate_size is {layout.dp_replicate_size}; wanted 1 (sharded), or all "
+        f"{config.data_parallel_size} data-parallel ranks with neither context nor expert parallelism",
+    )
     experts = model_limits(config).n_routed_experts
     if experts is not None:
         require_divides(

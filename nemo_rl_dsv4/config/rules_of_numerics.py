@@ -35,6 +35,29 @@ def check_numerics(config: MasterConfig) -> None:
     )
 
 
+def check_available(config: MasterConfig) -> None:
+    """What the schema knows but this version cannot do is refused rather than ignored."""
+    policy = config.policy
+    require(
+        not policy.dsv4.router_replay,
+        "policy.dsv4.router_replay is true, which this version does not have; set it to false",
+    )
+    if config.cluster.gpus_per_node > 0:
+        return
+    ignored = {
+        "policy.dtensor_cfg.cpu_offload": policy.dtensor_cfg.cpu_offload,
+        "policy.offload_optimizer_for_logprob": policy.offload_optimizer_for_logprob,
+        "policy.logprob_chunk_size": policy.logprob_chunk_size is not None,
+        "policy.dtensor_cfg.clear_cache_every_n_steps": policy.dtensor_cfg.clear_cache_every_n_steps is not None,
+        "policy.dtensor_cfg.env_vars": bool(policy.dtensor_cfg.env_vars),
+    }
+    for key, is_set in ignored.items():
+        require(
+            not is_set,
+            f"{key} is set, but training on CPUs (cluster.gpus_per_node: 0) does not use it; leave it at its default",
+        )
+
+
 def check_hardware(config: MasterConfig) -> None:
     """GPU settings go with GPUs, CPU settings with CPUs."""
     policy, backend = config.policy, config.policy.dtensor_cfg.automodel_kwargs.backend

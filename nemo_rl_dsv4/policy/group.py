@@ -149,9 +149,6 @@ class PolicyGroup:
         Raises:
             UserError: the batch does not divide into global batches or over ranks.
         """
-        from nemo_rl_dsv4.grpo.batch import count_valid
-        from nemo_rl_dsv4.grpo.metrics import collect_micro_batches, scale_for_updates
-
         rows = len(data["input_ids"])
         if rows % self.global_batch_size:
             raise UserError(
@@ -161,7 +158,7 @@ class PolicyGroup:
         losses, norms, learning_rates, metrics = [], [], [], []
         for start in range(0, rows, self.global_batch_size):
             part = {k: v[start : start + self.global_batch_size] for k, v in data.items()}
-            seqs, tokens = (float(count) for count in count_valid(part))
+            seqs, tokens = _count_trained(part)
             refs = [
                 actor.train.remote(share, loss_fn, seqs, tokens)
                 for actor, share in zip(self.actors, self._by_data_rank(part), strict=True)
@@ -170,13 +167,12 @@ class PolicyGroup:
             losses.append(sum(out["loss"] for out in outputs))
             norms.append(outputs[0]["grad_norm"])
             learning_rates.append(outputs[0]["lr"])
-            updates = rows // self.global_batch_size
-            metrics += [scale_for_updates(mb, updates) for out in outputs for mb in out["all_mb_metrics"]]
+            metrics += [mb for out in outputs for mb in out["all_mb_metrics"]]
         return {
             "loss": torch.tensor(losses),
             "grad_norm": torch.tensor(norms),
             "lr": learning_rates[0],
-            "all_mb_metrics": collect_micro_batches(metrics),
+            "all_mb_metrics": _collect(metrics, updates=rows // self.global_batch_size),
         }
 
     def export_to(self, generation: Any) -> dict[str, float]:
@@ -215,3 +211,23 @@ def _pad_rows(data: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.T
     """Repeat the last row until the number of rows is a multiple of `multiple`."""
     missing = -len(data["input_ids"]) % multiple
     return data if missing == 0 else {k: torch.cat([v, v[-1:].expand(missing, *v.shape[1:])]) for k, v in data.items()}
+
+
+def _count_trained(data: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+    """Sequences and predicted tokens that count in a global batch; the first token of a row is never predicted."""
+    tokens = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
+    return float(data["sample_mask"].sum()), float(tokens.sum())
+
+
+def _collect(metrics: list[dict[str, float]], updates: int) -> dict[str, list[float]]:
+    """[{name: value}] of micro-batches to {name: [value]}.
+
+    The loop sums over the list. With several updates a step the values are divided first, so that the sum is the mean over
+    updates; smallest and largest values are not.
+    """
+    collected: dict[str, list[float]] = {}
+    for part in metrics:
+        for name, value in part.items():
+            extreme = name.endswith(("_min", "_max"))
+            collected.setdefault(name, []).append(value if extreme else value / updates)
+    return collected

@@ -57,7 +57,7 @@ class ParallelSizes:
         if self.replicate not in (1, self.dp) or (self.replicate > 1 and (self.cp > 1 or self.ep > 1)):
             raise UserError(
                 f"dp_replicate_size {self.replicate} does not fit data parallel {self.dp}, context parallel {self.cp}, "
-                f"expert parallel {self.ep}; wanted 1 (sharded), or all data-parallel ranks with neither of the other two"
+                f"expert parallel {self.ep}; wanted 1 (sharded), or all data-parallel ranks without the other two"
             )
 
     @property

@@ -20,7 +20,6 @@ SMALL = [
     "policy.generation.max_new_tokens=6",
     "policy.generation.reference_cfg.num_workers=1",
     "policy.dsv4.cpu_processes=1",
-    "policy.dtensor_cfg.dp_replicate_size=1",
     "policy.dsv4.tiny.warm_start.steps=1",
     "policy.dsv4.tiny.warm_start.batch_size=4",
     "data.train.size=64",

@@ -39,6 +39,7 @@ def test_cp2ep2_differs_from_qat_in_the_layout_and_in_where_it_writes():
     changed = difference("qat", "cp2ep2-qat")
     assert changed.pop("policy.dtensor_cfg.context_parallel_size") == (1, 2)
     assert changed.pop("policy.dtensor_cfg.expert_parallel_size") == (1, 2)
+    assert changed.pop("policy.dtensor_cfg.dp_replicate_size") == (2, 1)
     assert set(changed) <= {"policy.dsv4.cpu_processes", "logger.log_dir", "checkpointing.checkpoint_dir"}
 
 

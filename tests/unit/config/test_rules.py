@@ -13,6 +13,9 @@ CP, EP = "policy.dtensor_cfg.context_parallel_size", "policy.dtensor_cfg.expert_
 GPU = ["cluster.gpus_per_node=8", "policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_model_len=256"]
 
 REFUSED = {
+    "router replay": (["policy.dsv4.router_replay=true"], "router_replay is true, which this version does not have"),
+    "offload on a CPU": (["policy.dtensor_cfg.cpu_offload=true"], "cpu_offload is set, but training on CPUs"),
+    "chunked scoring on a CPU": (["policy.logprob_chunk_size=64"], "logprob_chunk_size is set, but training on CPUs"),
     "cp does not divide the processes": ([f"{CP}=2"], f"cpu_processes .* is 1, which {CP} = 2 does not divide"),
     "ep does not divide the processes": ([f"{PROCESSES}=2", f"{EP}=4"], f"is 2, which {EP} = 4 does not divide"),
     "ep does not divide the experts": (
@@ -21,6 +24,10 @@ REFUSED = {
     ),
     "no tensor parallelism": ([f"{PROCESSES}=2", "policy.dtensor_cfg.tensor_parallel_size=2"], "wanted 1"),
     "replicas do not divide": ([f"{PROCESSES}=2", "policy.dtensor_cfg.dp_replicate_size=3"], "dp_replicate_size = 3"),
+    "replicas of shards": (
+        [f"{PROCESSES}=4", "policy.dtensor_cfg.dp_replicate_size=2"],
+        "dp_replicate_size is 2; wanted 1 .sharded., or all 4 data-parallel ranks",
+    ),
     "update does not divide the rollouts": (
         ["policy.train_global_batch_size=100"],
         "set train_global_batch_size to 128",
@@ -132,6 +139,8 @@ SIZES = [
     "policy.dsv4.tiny.max_position_embeddings=1024",
     "data.max_input_seq_length=232",
     "policy.dsv4.cpu_processes=1",
+    "policy.dtensor_cfg.dp_replicate_size=1",
+    "policy.dsv4.tiny.n_routed_experts=8",
     "loss_fn.force_on_policy_ratio=false",
     "loss_fn.use_importance_sampling_correction=true",
     "loss_fn.truncated_importance_sampling_type=tis",
@@ -160,6 +169,7 @@ def test_a_combination_that_cannot_work_is_refused(recipe, case, monkeypatch):
         [],
         [f"{PROCESSES}=4", f"{CP}=2", f"{EP}=4"],
         [f"{PROCESSES}=2", f"{EP}=2", "policy.dtensor_cfg.dp_replicate_size=1"],
+        [f"{PROCESSES}=2", "policy.dtensor_cfg.dp_replicate_size=2"],
         ["policy.train_global_batch_size=64"],
         ["policy.train_micro_batch_size=100"],
         ["policy.max_total_sequence_length=1024"],
