@@ -222,8 +222,8 @@ def _count_trained(data: Mapping[str, torch.Tensor]) -> tuple[float, float]:
 def _collect(metrics: list[dict[str, float]], updates: int) -> dict[str, list[float]]:
     """[{name: value}] of micro-batches to {name: [value]}.
 
-    The loop sums over the list. With several updates a step the values are divided first, so that the sum is the mean over
-    updates; smallest and largest values are not.
+    The loop sums over the list. With several updates a step the values are divided first, so that the sum is the mean
+    over updates; smallest and largest values are not.
     """
     collected: dict[str, list[float]] = {}
     for part in metrics:
