@@ -3,17 +3,24 @@
 python benchmarks/numerics.py                 on a GPU: bits of every kernel, bytes per second over the measured copy,
                                               speed against the eager and the compiled reference
 python benchmarks/numerics.py --check         only the bits; exit 1 on the first kind of difference
-python benchmarks/numerics.py --sweep         tile sizes and warps of every kernel
+python benchmarks/numerics.py --sweep         first try the launch shapes of every kernel, then the table with the best
 python benchmarks/numerics.py --device cpu    reference against a naive loop, memory on a large tensor (--gigabytes 4)
+
+A kernel's device time is the median of replays of a captured graph with a cold L2, so that no host time is in it; what
+a call costs the host is a column of its own. Speed-ups compare ordinary calls with ordinary calls.
 """
 
 import argparse
+import functools
 import json
+import multiprocessing
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +51,13 @@ TOKENS, HIDDEN, HEADS, HEAD, ROPE, WIDTH = 16384, 4096, 64, 512, 64, 2048  # V4-
 
 @dataclass
 class Case:
-    """One kernel at one shape: callables without arguments and the bytes that one pass must move."""
+    """One kernel at one shape: callables without arguments and the bytes that one pass must move.
+
+    launch: the kernel's row in the table of launch shapes.
+    """
 
     name: str
+    launch: str
     kernel: Callable[[], object]
     reference: Callable[[], object]
     moved: int
@@ -78,27 +89,50 @@ def adversarial(rows: int, columns: int, largest: float, dtype: torch.dtype, dev
     return x.clamp(-6e4, 6e4).to(dtype).to(device)
 
 
-def check(device: str) -> list[str]:
-    """Kernels on ``device`` against the reference on the CPU, for every profile, dtype and kind of input."""
-    wrong = []
+def checked_specs() -> list[QuantSpec]:
     specs = sorted({spec for p in PROFILES.values() for s in p.sites if (spec := p.site(s))}, key=repr)
-    for spec in [*specs, QuantSpec("e4m3fnuz"), QuantSpec(scale="float32"), QuantSpec(scale_rounding="log2f")]:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for rows, columns in ((256, 512), (130, 200), (77, 80), (300, 7168)):
-                x = adversarial(rows, columns, spec.max_value, dtype, "cpu")
-                got, want = fake_quant(x.to(device), spec).cpu(), reference_fake_quant(x, spec)
-                label = f"{spec} {dtype} {rows}x{columns}"
-                if not same(got, want):
-                    wrong.append(f"fake_quant {label}: {int((got != want).sum())} of {want.numel()} values")
-                if spec.fmt == "e2m1":
-                    continue
-                q, ref = quantize(x.to(device), spec), reference_quantize(x, spec)
-                if not same((q.data.cpu(), q.scale.cpu()), (ref.data, ref.scale)):
-                    wrong.append(f"quantize {label}")
-                if not same(dequantize(q, torch.bfloat16).cpu(), reference_dequantize(ref, torch.bfloat16)):
-                    wrong.append(f"dequantize {label}")
-    wrong += check_fused_sites(device)
+    return [*specs, QuantSpec("e4m3fnuz"), QuantSpec(scale="float32"), QuantSpec(scale_rounding="log2f")]
+
+
+def check(device: str, workers: int) -> list[str]:
+    """Kernels on ``device`` against the reference on the CPU, for every profile, dtype and kind of input."""
+    jobs: list[tuple[QuantSpec, torch.dtype] | None] = [None]
+    jobs += [(spec, dtype) for spec in checked_specs() for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    return [line for lines in in_processes(functools.partial(check_job, device), jobs, workers) for line in lines]
+
+
+def check_job(device: str, job: tuple[QuantSpec, torch.dtype] | None) -> list[str]:
+    """One spec and dtype, or the fused sites."""
+    torch.set_num_threads(1)
+    if job is None:
+        return check_fused_sites(device)
+    spec, dtype = job
+    wrong = []
+    for rows, columns in ((256, 512), (130, 200), (77, 80), (300, 7168)):
+        x = adversarial(rows, columns, spec.max_value, dtype, "cpu")
+        got, want = fake_quant(x.to(device), spec).cpu(), reference_fake_quant(x, spec)
+        label = f"{spec} {dtype} {rows}x{columns}"
+        if not same(got, want):
+            wrong.append(f"fake_quant {label}: {int((got != want).sum())} of {want.numel()} values")
+        if spec.fmt == "e2m1":
+            continue
+        q, ref = quantize(x.to(device), spec), reference_quantize(x, spec)
+        if not same((q.data.cpu(), q.scale.cpu()), (ref.data, ref.scale)):
+            wrong.append(f"quantize {label}")
+        if not same(dequantize(q, torch.bfloat16).cpu(), reference_dequantize(ref, torch.bfloat16)):
+            wrong.append(f"dequantize {label}")
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(4, 512, dtype=dtype).index_fill_(1, torch.tensor(3), bad)
+        if not torch.equal(fake_quant(x.to(device), spec).cpu().isnan(), reference_fake_quant(x, spec).isnan()):
+            wrong.append(f"fake_quant of {bad} {spec} {dtype}")
     return wrong
+
+
+def in_processes(work: Callable[[Any], Any], jobs: list, workers: int) -> list:
+    """Results of ``work`` on each job; most of the time goes into compiling, which one process does on one core."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context) as pool:
+        return list(pool.map(work, jobs))
 
 
 def check_fused_sites(device: str) -> list[str]:
@@ -121,7 +155,8 @@ def check_fused_sites(device: str) -> list[str]:
                 got = fused.swiglu_backward(grad, gate, up, 10.0, steps)
                 if not same(got, swiglu_backward(grad, gate, up, 10.0, steps)):
                     wrong.append(f"swiglu backward {name} {dtype} {rows}x{columns}")
-        for heads, width, pairs, n_groups in ((64, 512, 32, 8), (4, 80, 8, 2)):
+        check_extreme_gates(device, dtype, wrong)
+        for heads, width, pairs, n_groups in ((64, 512, 32, 8), (4, 80, 8, 2), (4, 192, 24, 1)):
             o = torch.randn(257, heads, width, generator=generator).to(device, dtype)
             angle = (torch.rand(257, pairs, generator=generator) * 6.28).to(device)
             arguments = (o, angle.cos(), angle.sin())
@@ -135,6 +170,29 @@ def check_fused_sites(device: str) -> list[str]:
     return wrong
 
 
+def check_extreme_gates(device: str, dtype: torch.dtype, wrong: list[str]) -> None:
+    """SwiGLU at every gate around where 1 / (1 + exp(-gate)) leaves the normal range, and at signed zeros."""
+    from nemo_rl_dsv4.numerics import fused
+
+    bits_type = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    edges = torch.tensor([-89.5, -86.5], device=device, dtype=dtype).view(bits_type).tolist()
+    gate = torch.arange(edges[1], edges[0] + 1, device=device, dtype=torch.int32).to(bits_type).view(dtype)
+    special = torch.tensor([0.0, -0.0, 1e-30, -1e-38, -1e-44, 3.0, -200.0, 15.0], device=device, dtype=dtype)
+    gate = torch.cat([gate, special.repeat(16)])
+    gate = gate[: gate.numel() // 128 * 128].reshape(-1, 128)
+    up = torch.randn(gate.shape, generator=torch.Generator(device).manual_seed(9), device=device).to(dtype)
+    grad = up.flip(0) * 1e4
+    spec = QuantSpec(block=(1, 128))
+    for limit in (10.0, float("inf")):
+        for steps in ((), STEPS):
+            got = fused.swiglu_forward(gate, up, spec, limit, steps)
+            if not same(got, swiglu_forward(gate, up, spec, limit, steps)):
+                wrong.append(f"swiglu forward, extreme gates, {dtype} limit {limit} {steps}")
+            got = fused.swiglu_backward(grad, gate, up, limit, steps)
+            if not same(got, swiglu_backward(grad, gate, up, limit, steps)):
+                wrong.append(f"swiglu backward, extreme gates, {dtype} limit {limit} {steps}")
+
+
 def cases(device: str) -> list[Callable[[], Case]]:
     """Makers of the cases at V4-Flash shapes; each allocates when called, so that only one is in memory."""
     from nemo_rl_dsv4.numerics import fused
@@ -142,9 +200,10 @@ def cases(device: str) -> list[Callable[[], Case]]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
-    def fake(name: str, spec: QuantSpec, *shape: int, compiled: bool = True) -> Case:
+    def fake(launch: str, name: str, spec: QuantSpec, *shape: int, compiled: bool = True) -> Case:
         x = normal(*shape)
-        return Case(name, lambda: fake_quant(x, spec), lambda: reference_fake_quant(x, spec), 2 * nbytes(x), compiled)
+        moved = 2 * nbytes(x)
+        return Case(name, launch, lambda: fake_quant(x, spec), lambda: reference_fake_quant(x, spec), moved, compiled)
 
     def to_bytes(name: str, *shape: int) -> Case:
         x = normal(*shape)
@@ -152,63 +211,100 @@ def cases(device: str) -> list[Callable[[], Case]]:
         def pair(q: Quantized) -> tuple[Tensor, Tensor]:
             return q.data, q.scale
 
-        moved = nbytes(x) * 3 // 2
-        return Case(name, lambda: pair(quantize(x, WEIGHT)), lambda: pair(reference_quantize(x, WEIGHT)), moved, False)
+        def kernel() -> tuple[Tensor, Tensor]:
+            return pair(quantize(x, WEIGHT))
+
+        return Case(
+            name, "tiles_to_bytes", kernel, lambda: pair(reference_quantize(x, WEIGHT)), nbytes(x) * 3 // 2, False
+        )
 
     def from_bytes(name: str, *shape: int) -> Case:
         q = quantize(normal(*shape), WEIGHT)
-        bf16 = torch.bfloat16
-        return Case(name, lambda: dequantize(q, bf16), lambda: reference_dequantize(q, bf16), 3 * nbytes(q.data), False)
+        bf16, moved = torch.bfloat16, 3 * nbytes(q.data)
+        return Case(
+            name, "bytes_to_tiles", lambda: dequantize(q, bf16), lambda: reference_dequantize(q, bf16), moved, False
+        )
 
-    def swiglu(name: str, backward: bool) -> Case:
+    def swiglu(launch: str, name: str) -> Case:
         gate, up = normal(TOKENS * 6, 2 * WIDTH).chunk(2, -1)
-        if not backward:
-            arguments = (gate, up, GROUP, 10.0, STEPS)
-            return Case(
-                name, lambda: fused.swiglu_forward(*arguments), lambda: swiglu_forward(*arguments), 3 * nbytes(gate)
-            )
+        if launch == "swiglu":
+            ahead = (gate, up, GROUP, 10.0, STEPS)
+            moved = 3 * nbytes(gate)
+            return Case(name, launch, lambda: fused.swiglu_forward(*ahead), lambda: swiglu_forward(*ahead), moved)
         grad = normal(TOKENS * 6, WIDTH)
         back = (grad, gate, up, 10.0, STEPS)
-        return Case(name, lambda: fused.swiglu_backward(*back), lambda: swiglu_backward(*back), 5 * nbytes(grad))
+        moved = 5 * nbytes(grad)
+        return Case(name, launch, lambda: fused.swiglu_backward(*back), lambda: swiglu_backward(*back), moved)
 
-    def rope(name: str, backward: bool) -> Case:
+    def rope(launch: str, name: str) -> Case:
         o = normal(TOKENS, HEADS, HEAD)
         angle = torch.rand(TOKENS, ROPE // 2, device=device) * 6.28
         turn = (o, angle.cos(), angle.sin())
         moved = 2 * nbytes(o, angle)
-        if backward:
-            return Case(name, lambda: fused.inverse_rope_backward(*turn), lambda: inverse_rope_backward(*turn), moved)
-        forward = (*turn, GROUP, 8)
-        return Case(name, lambda: fused.inverse_rope_forward(*forward), lambda: inverse_rope_forward(*forward), moved)
+        if launch == "rope":
+            ahead = (*turn, GROUP, 8)
+            return Case(
+                name, launch, lambda: fused.inverse_rope_forward(*ahead), lambda: inverse_rope_forward(*ahead), moved
+            )
+        return Case(
+            name, launch, lambda: fused.inverse_rope_backward(*turn), lambda: inverse_rope_backward(*turn), moved
+        )
 
     rocm = spec_of("vllm-rocm-gfx950", "linear.input")
     return [
-        lambda: fake("activation 1x128 UE8M0, 16384x4096", GROUP, TOKENS, HIDDEN),
-        lambda: fake("activation 1x128 float scale, 16384x4096", rocm, TOKENS, HIDDEN),
-        lambda: fake("weight 128x128 fake, 4096x4096", WEIGHT, HIDDEN, HIDDEN),
-        lambda: fake("weight 128x128 fake, 65536x4096", WEIGHT, 65536, HIDDEN),
-        lambda: fake("weight 128x128 fake, 256 experts 2048x4096", WEIGHT, 256, WIDTH, HIDDEN, compiled=False),
+        lambda: fake("groups", "activation 1x128 UE8M0, 16384x4096", GROUP, TOKENS, HIDDEN),
+        lambda: fake("groups_float", "activation 1x128 float scale, 16384x4096", rocm, TOKENS, HIDDEN),
+        lambda: fake("tiles", "weight 128x128 fake, 4096x4096", WEIGHT, HIDDEN, HIDDEN),
+        lambda: fake("tiles", "weight 128x128 fake, 65536x4096", WEIGHT, 65536, HIDDEN),
+        lambda: fake("tiles", "weight fake, 256 experts 2048x4096", WEIGHT, 256, WIDTH, HIDDEN, compiled=False),
         lambda: to_bytes("weight quantize, 256 experts 2048x4096", 256, WIDTH, HIDDEN),
         lambda: from_bytes("weight dequantize, 256 experts 2048x4096", 256, WIDTH, HIDDEN),
-        lambda: fake("KV 1x64 keep 64, 16384x512", KV, TOKENS, HEAD),
-        lambda: fake("KV 1x64 keep 64, 262144x512", KV, TOKENS * 16, HEAD),
-        lambda: swiglu("SwiGLU + quantize, 98304x2048", backward=False),
-        lambda: swiglu("SwiGLU backward, 98304x2048", backward=True),
-        lambda: rope("inverse RoPE + quantize, 16384x64x512", backward=False),
-        lambda: rope("RoPE backward, 16384x64x512", backward=True),
+        lambda: fake("kv", "KV 1x64 keep 64, 16384x512", KV, TOKENS, HEAD),
+        lambda: fake("kv", "KV 1x64 keep 64, 262144x512", KV, TOKENS * 16, HEAD),
+        lambda: swiglu("swiglu", "SwiGLU + quantize, 98304x2048"),
+        lambda: swiglu("swiglu_backward", "SwiGLU backward, 98304x2048"),
+        lambda: rope("rope", "inverse RoPE + quantize, 16384x64x512"),
+        lambda: rope("rope_backward", "RoPE backward, 16384x64x512"),
     ]
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    """Median time of ``call`` on the GPU with a cold L2."""
+def milliseconds(call: Callable[[], object], rep: int = 100) -> float:
+    """Median time of ``call`` on the GPU with a cold L2, over ``rep`` ms of calls."""
     from triton.testing import do_bench
 
-    return float(do_bench(call, warmup=20, rep=100, return_mode="median"))  # pyright: ignore[reportArgumentType]
+    return float(do_bench(call, warmup=20, rep=rep, return_mode="median"))  # pyright: ignore[reportArgumentType]
 
 
-def copy_rate() -> float:
-    """Bytes per second of torch's device copy, 1 GiB read and written."""
-    source = torch.empty(1 << 29, device="cuda", dtype=torch.bfloat16).normal_()
+def device_milliseconds(call: Callable[[], object], rep: int = 100) -> float:
+    """:func:`milliseconds` of a captured ``call``, without what launching it costs the host."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call()
+    result = milliseconds(graph.replay, rep)
+    del kept
+    return result
+
+
+def host_microseconds(call: Callable[[], object], calls: int = 30) -> float:
+    """What one call costs the host while the GPU lags behind."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    taken = time.perf_counter() - started
+    torch.cuda.synchronize()
+    return taken / calls * 1e6
+
+
+def copy_rate(moved: int = 1 << 31) -> float:
+    """Bytes per second of torch's device copy that reads and writes ``moved`` bytes together.
+
+    An ordinary call, which costs the host little: captured, it becomes a memcpy node, which ran at 2.8 TB/s instead of
+    4.2 at some sizes on an H200.
+    """
+    source = torch.empty(moved // 4, device="cuda", dtype=torch.bfloat16).normal_()
     target = torch.empty_like(source)
     return 2 * nbytes(source) / milliseconds(lambda: target.copy_(source)) * 1e3
 
@@ -223,21 +319,32 @@ def compiled_time(case: Case) -> tuple[float | None, bool | None]:
     return milliseconds(call), equal
 
 
-def measure_gpu(with_compile: bool) -> list[dict]:
-    """One row a case; everything but the shape is measured here."""
+def measure_gpu(compile_until: float, save: Callable[[list[dict]], None]) -> list[dict]:
+    """One row a case; everything but the shape is measured here. torch.compile is left out after ``compile_until``."""
+    from nemo_rl_dsv4.numerics.fused.shapes import SHAPES
+
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {rate / 1e9:.0f} GB/s")
-    print(f"{'kernel':46s} {'ms':>8s} {'of copy':>8s} {'x eager':>8s} {'x compile':>9s}  bits = eager, compile")
+    print(f"{'':42s}{'us':>8s}{'of copy':>9s}{'of copy of':>11s}{'host':>6s}{'times':>7s}{'times':>9s}  bits as")
+    print(
+        f"{'kernel':42s}{'':8s}{'of 1 GiB':>9s}{'that size':>11s}{'us':>6s}{'eager':>7s}{'compile':>9s}  eager, compile"
+    )
     table = []
     for make in cases("cuda"):
         case = make()
         equal = same(case.kernel(), case.reference())
+        device = device_milliseconds(case.kernel)
         fused, eager = milliseconds(case.kernel), milliseconds(case.reference)
-        compiled, compiled_equal = compiled_time(case) if with_compile else (None, None)
+        compiled, compiled_equal = compiled_time(case) if time.monotonic() < compile_until else (None, None)
         row = {
             "kernel": case.name,
-            "ms": fused,
-            "of_copy": case.moved / fused * 1e3 / rate,
+            "shape": asdict(SHAPES[case.launch]),
+            "device_ms": device,
+            "bytes": case.moved,
+            "of_copy": case.moved / device * 1e3 / rate,
+            "of_copy_of_that_size": case.moved / device * 1e3 / copy_rate(case.moved),
+            "host_us": host_microseconds(case.kernel),
+            "call_ms": fused,
             "speedup_eager": eager / fused,
             "speedup_compile": compiled / fused if compiled else None,
             "same_bits": equal,
@@ -246,39 +353,65 @@ def measure_gpu(with_compile: bool) -> list[dict]:
         table.append(row)
         ratio = f"{row['speedup_compile']:9.1f}" if compiled else " " * 9
         print(
-            f"{case.name:46s} {fused:8.3f} {row['of_copy']:8.2f} {eager / fused:8.1f} {ratio}  "
-            f"{equal}, {compiled_equal}"
+            f"{case.name:42s}{device * 1e3:8.1f}{row['of_copy']:9.2f}{row['of_copy_of_that_size']:11.2f}"
+            f"{row['host_us']:6.0f}{row['speedup_eager']:7.1f}{ratio}  {equal}, {compiled_equal}",
+            flush=True,
         )
+        save(table)
         del case
         torch.cuda.empty_cache()
     return table
 
 
-def sweep() -> list[dict]:
-    """Every kernel's tile size and warp count, as a share of the copy rate."""
-    from nemo_rl_dsv4.numerics.fused import groups, kv, rotary, swiglu, weights
+def prepare(job: tuple[int, bool]) -> None:
+    """Compiles a case's kernel at every launch shape, or its reference, into the caches on disk."""
+    from nemo_rl_dsv4.numerics.fused.shapes import CANDIDATES, SHAPES
 
+    index, reference = job
+    case = cases("cuda")[index]()
+    if reference and case.compile:
+        torch.compile(case.reference, dynamic=False)()
+    for shape in () if reference else CANDIDATES[case.launch]:
+        SHAPES[case.launch] = shape
+        case.kernel()
+    torch.cuda.synchronize()
+
+
+def sweep(with_compile: bool, workers: int) -> list[dict]:
+    """Tries every kernel's launch shapes and leaves the best ones in the table of shapes; shares of the copy rate."""
+    from nemo_rl_dsv4.numerics.fused.shapes import CANDIDATES, SHAPES
+
+    makers = cases("cuda")
+    jobs = [(index, False) for index in range(len(makers))]
+    if with_compile:
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        jobs += [(index, True) for index in range(len(makers))]
+    in_processes(prepare, jobs, workers)
     rate = copy_rate()
-    table = []
-    modules = {"activation": groups, "KV": kv, "SwiGLU": swiglu, "inverse": rotary, "RoPE": rotary, "weight": weights}
-    for make in cases("cuda"):
+    table, shares = [], {}
+    for make in makers:
         case = make()
-        module: Any = modules[case.name.split()[0]]
-        defaults = (getattr(module, "TILE_ELEMENTS", None), module.NUM_WARPS)
-        for tile in (1024, 2048, 4096, 8192, 16384) if defaults[0] else (None,):
-            for warps in (2, 4, 8, 16):
-                if tile:
-                    module.TILE_ELEMENTS = tile
-                module.NUM_WARPS = warps
-                share = case.moved / milliseconds(case.kernel) * 1e3 / rate
-                table.append({"kernel": case.name, "tile": tile, "warps": warps, "of_copy": share})
-        if defaults[0]:
-            module.TILE_ELEMENTS = defaults[0]
-        module.NUM_WARPS = defaults[1]
-        best = sorted((r for r in table if r["kernel"] == case.name), key=lambda r: -r["of_copy"])[:4]
-        print(f"{case.name:46s}", "  ".join(f"tile {r['tile']} warps {r['warps']}: {r['of_copy']:.3f}" for r in best))
+        rows = []
+        for shape in CANDIDATES[case.launch]:
+            SHAPES[case.launch] = shape
+            share = case.moved / device_milliseconds(case.kernel, rep=20) * 1e3 / rate
+            rows.append({"kernel": case.name, "launch": case.launch, **asdict(shape), "of_copy": share})
+            shares.setdefault(case.launch, {}).setdefault(shape, []).append(share)
+        table += rows
+        best = sorted(rows, key=lambda row: -row["of_copy"])
+        print(
+            f"{case.name:42s}",
+            "  ".join(
+                f"{r['elements']}/{r['warps']}{'/reload' if r['reload'] else ''} {r['of_copy']:.3f}"
+                for r in (*best[:4], best[-1])
+            ),
+            flush=True,
+        )
         del case
         torch.cuda.empty_cache()
+    for launch, found in shares.items():
+        SHAPES[launch] = max(found, key=lambda shape: sum(found[shape]))
+        print(f'    "{launch}": {SHAPES[launch]},')
     return table
 
 
@@ -331,22 +464,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--check", action="store_true", help="compare bits and stop")
-    parser.add_argument("--sweep", action="store_true", help="try tile sizes and warp counts")
+    parser.add_argument("--sweep", action="store_true", help="first try the launch shapes, then measure with the best")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--compile-seconds", type=float, default=3600.0, help="leave it out after so much of the run")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="size of the tensor of the CPU memory measurement")
-    parser.add_argument("--json", type=Path, help="also write the table here")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that compile kernels")
+    parser.add_argument("--json", type=Path, help="also write the tables here")
     options = parser.parse_args()
+    compile_until = 0.0 if options.no_compile else time.monotonic() + options.compile_seconds
+    tables: dict[str, list[dict]] = {}
+
+    def save(name: str, table: list[dict]) -> None:
+        tables[name] = table
+        if options.json:
+            options.json.write_text(json.dumps(tables, indent=1) + "\n")
+
     if options.device == "cpu":
-        table = measure_cpu(options.gigabytes)
-        failed = []
-    else:
-        failed = check("cuda")
-        print("bits: " + ("all equal" if not failed else "\n  ".join([f"{len(failed)} differences", *failed[:20]])))
-        if options.check:
-            return 1 if failed else 0
-        table = sweep() if options.sweep else measure_gpu(not options.no_compile)
-    if options.json:
-        options.json.write_text(json.dumps(table, indent=1) + "\n")
+        save("cpu", measure_cpu(options.gigabytes))
+        return 0
+    failed = check("cuda", options.workers)
+    print(
+        "bits: " + ("all equal" if not failed else "\n  ".join([f"{len(failed)} differences", *failed[:20]])),
+        flush=True,
+    )
+    if not options.check:
+        if options.sweep:
+            save("sweep", sweep(not options.no_compile, options.workers))
+        measure_gpu(compile_until, functools.partial(save, "kernels"))
     return 1 if failed else 0
 
 

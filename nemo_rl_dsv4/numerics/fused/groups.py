@@ -12,52 +12,76 @@ from torch import Tensor
 from nemo_rl_dsv4.numerics.fused.rounding import (
     amax_bits,
     fake_rounded,
-    limit_of,
+    load_float,
     rounding_arguments,
     scale_from_amax,
     store_rounded,
 )
+from nemo_rl_dsv4.numerics.fused.shapes import SHAPES, tile_of
 from nemo_rl_dsv4.numerics.spec import QuantSpec
 
-TILE_ELEMENTS = 8192  # elements a program
-NUM_WARPS = 8
+
+@triton.jit
+def group_offsets(
+    groups,
+    columns,
+    row_stride,
+    PER_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    FLAT: tl.constexpr,
+):
+    """(offsets in, offsets out, inside) of this program's groups; the output is contiguous.
+
+    FLAT: rows are contiguous and hold whole groups of a power of two, so that group n begins at n * GROUP.
+    """
+    first = tl.program_id(0) * TILE
+    group = first + tl.arange(0, TILE)
+    lane = tl.arange(0, WIDTH)
+    inside = (group < groups)[:, None]
+    if FLAT:
+        read = first.to(tl.int64) * WIDTH + (tl.arange(0, TILE)[:, None] * WIDTH + lane[None, :])
+        write = read
+    else:
+        row = (group // PER_ROW).to(tl.int64)[:, None]
+        column = (group % PER_ROW)[:, None] * GROUP + lane[None, :]
+        inside = inside & (lane < GROUP)[None, :] & (column < columns)
+        read = row * row_stride + column
+        write = row * columns + column
+    return read, write, inside
 
 
 @triton.jit
 def _fake_quant_groups_kernel(
     x_ptr,
     y_ptr,
-    carry_ptr,
     groups,
-    groups_per_row,
     columns,
     row_stride,
-    limit,
+    PER_ROW: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,  # GROUP rounded up to a power of two
     TILE: tl.constexpr,  # groups a program
-    WHOLE: tl.constexpr,  # every group is WIDTH wide
+    FLAT: tl.constexpr,
+    MASKED: tl.constexpr,
     MAX: tl.constexpr,
     LOWER: tl.constexpr,
     CARRY: tl.constexpr,
+    MANTISSA: tl.constexpr,
     FLOOR_BITS: tl.constexpr,
     UE8M0: tl.constexpr,
-    LOG2F: tl.constexpr,
     MIN_NORMAL: tl.constexpr,
     PUSH: tl.constexpr,
     SIGNED_ZERO: tl.constexpr,
+    LIMIT: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
-    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    lane = tl.arange(0, WIDTH)
-    row = (group // groups_per_row).to(tl.int64)
-    column = (group % groups_per_row)[:, None] * GROUP + lane[None, :]
-    inside = (group < groups)[:, None]
-    if not WHOLE:
-        inside = inside & (lane < GROUP)[None, :] & (column < columns)
-    x = tl.load(x_ptr + row[:, None] * row_stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = scale_from_amax(amax_bits(x, 1), carry_ptr, MAX, LOWER, CARRY, FLOOR_BITS, UE8M0, LOG2F)
-    y = fake_rounded(x, scale[:, None], limit, UE8M0, MIN_NORMAL, PUSH, SIGNED_ZERO)
-    store_rounded(y_ptr + row[:, None] * columns + column, y, inside)
+    read, write, inside = group_offsets(groups, columns, row_stride, PER_ROW, GROUP, WIDTH, TILE, FLAT)
+    x = load_float(x_ptr + read, inside, MASKED)
+    scale = scale_from_amax(amax_bits(x, 1, NATIVE), MAX, LOWER, CARRY, MANTISSA, FLOOR_BITS, UE8M0)
+    y = fake_rounded(x, scale[:, None], MAX, UE8M0, MIN_NORMAL, PUSH, SIGNED_ZERO, LIMIT, NATIVE)
+    store_rounded(y_ptr + write, y, inside, MASKED, NATIVE)
 
 
 def fake_quant_groups(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -65,25 +89,27 @@ def fake_quant_groups(x: Tensor, spec: QuantSpec) -> Tensor:
     columns = x.shape[-1]
     rows = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    kernel = "groups" if spec.scale == "ue8m0" else "groups_float"
     group = min(spec.block[1], columns)
-    per_row = triton.cdiv(columns, group)
+    per_row = -(-columns // group)
     width = triton.next_power_of_2(group)
-    tile = max(1, TILE_ELEMENTS // width)
+    tile = tile_of(kernel, width)
     groups = rows.shape[0] * per_row
-    _fake_quant_groups_kernel[(triton.cdiv(groups, tile),)](
+    flat = width == group and columns % group == 0 and rows.stride(0) == columns
+    _fake_quant_groups_kernel[(-(-groups // tile),)](
         rows,
         y,
-        groups=groups,
-        groups_per_row=per_row,
-        columns=columns,
-        row_stride=rows.stride(0),
-        limit=limit_of(x.dtype),
+        groups,
+        columns,
+        rows.stride(0),
+        PER_ROW=per_row,
         GROUP=group,
         WIDTH=width,
         TILE=tile,
-        WHOLE=columns % width == 0 and width == group,
-        num_warps=NUM_WARPS,
-        **rounding_arguments(spec, x),
+        FLAT=flat,
+        MASKED=not flat or groups % tile != 0,
+        num_warps=SHAPES[kernel].warps,
+        **rounding_arguments(spec, x.dtype),
     )
     return y
 

@@ -13,54 +13,63 @@ from nemo_rl_dsv4.numerics.fused.groups import as_rows
 from nemo_rl_dsv4.numerics.fused.rounding import (
     amax_bits,
     fake_rounded,
-    limit_of,
     rounding_arguments,
     scale_from_amax,
     store_rounded,
 )
+from nemo_rl_dsv4.numerics.fused.shapes import SHAPES, tile_of
 from nemo_rl_dsv4.numerics.spec import QuantSpec
-
-TILE_ELEMENTS = 4096
-NUM_WARPS = 4
 
 
 @triton.jit
 def _fake_quant_kv_kernel(
     x_ptr,
     y_ptr,
-    carry_ptr,
     rows,
     columns,
-    body,
     row_stride,
-    limit,
+    BODY: tl.constexpr,  # channels before the kept ones
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,  # groups of a row, kept channels included, rounded up to a power of two
     TILE: tl.constexpr,  # rows a program
+    FLAT: tl.constexpr,  # rows are contiguous and GROUPS * WIDTH long
+    MASKED: tl.constexpr,
     MAX: tl.constexpr,
     LOWER: tl.constexpr,
     CARRY: tl.constexpr,
+    MANTISSA: tl.constexpr,
     FLOOR_BITS: tl.constexpr,
     UE8M0: tl.constexpr,
-    LOG2F: tl.constexpr,
     MIN_NORMAL: tl.constexpr,
     PUSH: tl.constexpr,
     SIGNED_ZERO: tl.constexpr,
+    LIMIT: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
+    first = tl.program_id(0) * TILE
     slot = tl.arange(0, TILE * GROUPS)
-    row = (tl.program_id(0) * TILE + slot // GROUPS).to(tl.int64)
+    row = first + slot // GROUPS
     lane = tl.arange(0, WIDTH)
     column = (slot % GROUPS)[:, None] * GROUP + lane[None, :]
-    inside = (row < rows)[:, None] & (lane < GROUP)[None, :] & (column < columns)
-    raw = tl.load(x_ptr + row[:, None] * row_stride + column, mask=inside, other=0.0)
+    inside = (row < rows)[:, None]
+    if FLAT:
+        read = first.to(tl.int64) * (GROUPS * WIDTH) + (slot[:, None] * WIDTH + lane[None, :])
+        write = read
+    else:
+        inside = inside & (lane < GROUP)[None, :] & (column < columns)
+        read = row.to(tl.int64)[:, None] * row_stride + column
+        write = row.to(tl.int64)[:, None] * columns + column
+    raw = tl.load(x_ptr + read, mask=inside, other=0.0) if MASKED else tl.load(x_ptr + read)
     x = raw.to(tl.float32)
-    quantized = column < body
-    scale = scale_from_amax(
-        amax_bits(tl.where(quantized, x, 0.0), 1), carry_ptr, MAX, LOWER, CARRY, FLOOR_BITS, UE8M0, LOG2F
-    )
-    y = fake_rounded(x, scale[:, None], limit, UE8M0, MIN_NORMAL, PUSH, SIGNED_ZERO)
-    store_rounded(y_ptr + row[:, None] * columns + column, tl.where(quantized, y, x), inside)
+    quantized = column < BODY
+    # A group of kept channels only may have any scale.
+    measured = x if BODY % GROUP == 0 else tl.where(quantized, x, 0.0)
+    scale = scale_from_amax(amax_bits(measured, 1, NATIVE), MAX, LOWER, CARRY, MANTISSA, FLOOR_BITS, UE8M0)
+    y = fake_rounded(x, scale[:, None], MAX, UE8M0, MIN_NORMAL, PUSH, SIGNED_ZERO, LIMIT, NATIVE)
+    # Two stores of which one happens: to choose between the values first would cost more.
+    store_rounded(y_ptr + write, y, inside & quantized, True, NATIVE)
+    tl.store(y_ptr + write, raw, mask=inside & (column >= BODY))
 
 
 def fake_quant_kv(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -70,21 +79,23 @@ def fake_quant_kv(x: Tensor, spec: QuantSpec) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     group = spec.block[1]
     width = triton.next_power_of_2(group)
-    groups = triton.next_power_of_2(triton.cdiv(columns, group))
-    tile = max(1, TILE_ELEMENTS // (groups * width))
-    _fake_quant_kv_kernel[(triton.cdiv(rows.shape[0], tile),)](
+    groups = triton.next_power_of_2(-(-columns // group))
+    tile = tile_of("kv", groups * width)
+    flat = columns == groups * width and width == group and rows.stride(0) == columns
+    _fake_quant_kv_kernel[(-(-rows.shape[0] // tile),)](
         rows,
         y,
-        rows=rows.shape[0],
-        columns=columns,
-        body=columns - spec.keep_last,
-        row_stride=rows.stride(0),
-        limit=limit_of(x.dtype),
+        rows.shape[0],
+        columns,
+        rows.stride(0),
+        BODY=columns - spec.keep_last,
         GROUP=group,
         WIDTH=width,
         GROUPS=groups,
         TILE=tile,
-        num_warps=NUM_WARPS,
-        **rounding_arguments(spec, x),
+        FLAT=flat,
+        MASKED=not flat or rows.shape[0] % tile != 0,
+        num_warps=SHAPES["kv"].warps,
+        **rounding_arguments(spec, x.dtype),
     )
     return y

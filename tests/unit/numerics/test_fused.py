@@ -1,5 +1,6 @@
 """Every fused kernel against the torch reference, bit for bit, under Triton's interpreter at small sizes."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from nemo_rl_dsv4.numerics import PROFILES, QuantSpec, dequantize, quantize
 from nemo_rl_dsv4.numerics.blockwise import Quantized
 from nemo_rl_dsv4.numerics.fake_quant import reference_fake_quant
+from nemo_rl_dsv4.numerics.formats import format_of
 from nemo_rl_dsv4.numerics.rotary import inverse_rope_backward, inverse_rope_fake_quant, inverse_rope_forward
 from nemo_rl_dsv4.numerics.swiglu import swiglu_backward, swiglu_fake_quant, swiglu_forward
 
@@ -17,6 +19,7 @@ from . import interpreted
 pytest.importorskip("triton")
 FUSED = interpreted.load()
 SPECS = sorted({spec for p in PROFILES.values() for s in p.sites if (spec := p.site(s))}, key=repr)
+FORMATS = [("e4m3fn", 240.0), ("e4m3fnuz", 240.0), ("e4m3fnuz", 224.0), ("e2m1", 240.0)]
 BF16_STEPS = [("clamp", "silu", "product"), ("product",), ()]
 
 
@@ -45,6 +48,53 @@ def test_group_kernels_for_every_profile(spec: QuantSpec, dtype: torch.dtype) ->
         x = inputs(columns, spec.max_value, dtype)
         kernel = FUSED["kv"].fake_quant_kv if spec.keep_last else FUSED["groups"].fake_quant_groups
         assert torch.equal(bits(kernel(x, spec)), bits(reference_fake_quant(x, spec)))
+
+
+@pytest.mark.parametrize("spec", [QuantSpec(f, (1, 32), fnuz_max=m) for f, m in FORMATS], ids=repr)
+def test_log2f_slack_at_every_octave(spec: QuantSpec) -> None:
+    """The kernels compute the ulp above a power of two that log2f forgives; the reference has them in a table."""
+    spec = dataclasses.replace(spec, scale_rounding="log2f")
+    exponents = torch.tensor(
+        [s * (2**octave + d) for octave in range(1, 7) for d in (-1, 0, 1) for s in (-1, 1)]
+    ).float()
+    exponents = exponents[exponents.abs() < 110]
+    edge = (spec.max_value * torch.exp2(exponents)).view(torch.int32)
+    ulp = torch.tensor(
+        [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 16, 17, 18, 20, 21, 22, 33, 34, 39, 40, 42, 43], dtype=torch.int32
+    )
+    x = torch.zeros(ulp.numel(), 32 * edge.numel())
+    x[:, ::32] = (edge + ulp[:, None]).view(torch.float32)
+    x[:, 1::32] = torch.exp2(exponents) * format_of(spec.fmt).min_subnormal  # zero under twice the scale
+    want = reference_fake_quant(x, spec)
+    assert torch.equal(bits(FUSED["groups"].fake_quant_groups(x, spec)), bits(want))
+    forgiven = (want != reference_fake_quant(x, dataclasses.replace(spec, scale_rounding="bits"))).any(0)
+    assert int(forgiven.sum()) > 20
+
+
+def test_groups_that_fill_no_power_of_two() -> None:
+    """Rows of 384 channels hold whole groups of 96 and of its next power of two: groups begin at multiples of 96."""
+    x = inputs(384, 448.0, torch.float32)
+    spec = QuantSpec(block=(1, 96))
+    assert torch.equal(bits(FUSED["groups"].fake_quant_groups(x, spec)), bits(reference_fake_quant(x, spec)))
+    o, angle = x.reshape(-1, 4, 96), torch.rand(24, 16, generator=torch.Generator().manual_seed(6)) * 6.28
+    got = FUSED["rotary"].inverse_rope_forward(o, angle.cos(), angle.sin(), spec, 2)
+    assert torch.equal(bits(got), bits(inverse_rope_forward(o, angle.cos(), angle.sin(), spec, 2)))
+
+
+def test_launch_shapes_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = inputs(512, 448.0, torch.bfloat16)[:8]
+    group, kv = QuantSpec(block=(1, 128), amax_floor=1e-10), QuantSpec(block=(1, 64), keep_last=64)
+    tile = QuantSpec(block=(8, 128))
+    data, scales = FUSED["weights"].quantize_tiles(x, tile)
+    for elements, reload in ((256, True), (1024, False)):
+        for name in FUSED["shapes"].SHAPES:
+            monkeypatch.setitem(FUSED["shapes"].SHAPES, name, FUSED["shapes"].Shape(elements, 4, reload))
+        assert torch.equal(bits(FUSED["groups"].fake_quant_groups(x, group)), bits(reference_fake_quant(x, group)))
+        assert torch.equal(bits(FUSED["kv"].fake_quant_kv(x, kv)), bits(reference_fake_quant(x, kv)))
+        assert torch.equal(bits(FUSED["weights"].fake_quant_tiles(x, tile)), bits(reference_fake_quant(x, tile)))
+        assert torch.equal(bits(FUSED["weights"].quantize_tiles(x, tile)[0]), bits(data))
+        got = FUSED["weights"].dequantize_tiles(data, scales, tile, torch.bfloat16)
+        assert torch.equal(bits(got), bits(reference_fake_quant(x, tile)))
 
 
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e4m3fnuz", "e2m1"])

@@ -33,29 +33,37 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]
     return seen
 
 
-def test_every_kernel_compiles_for_hopper(launches, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_every_kernel_compiles_for_hopper(native: bool, launches, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from nemo_rl_dsv4.numerics.fused import groups, kv, rotary, swiglu, weights
+    from nemo_rl_dsv4.numerics.fused import groups, kv, rotary, rounding, swiglu, weights
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    group, kv_spec, fnuz = HOPPER.site("linear.input"), HOPPER.site("kv.swa"), get_profile("vllm-rocm-gfx942")
-    float_group = fnuz.site("linear.input")
-    assert group and kv_spec and float_group
+    monkeypatch.setattr(rounding, "NATIVE", native)
+    group, kv_spec = HOPPER.site("linear.input"), HOPPER.site("kv.swa")
+    float_group, fnuz = (get_profile(f"vllm-rocm-gfx{n}").site("linear.input") for n in (950, 942))
+    assert group and kv_spec and float_group and fnuz
     x = torch.zeros(4, 512, dtype=torch.bfloat16)
     o, angle = torch.zeros(4, 2, 512, dtype=torch.bfloat16), torch.zeros(4, 32)
     groups.fake_quant_groups(x, group)
-    groups.fake_quant_groups(x[:, :200], float_group)
-    kv.fake_quant_kv(x, kv_spec)
-    weights.fake_quant_tiles(x, QuantSpec())
-    data, scale = weights.quantize_tiles(x.float(), QuantSpec("e4m3fnuz"))
-    weights.dequantize_tiles(data, scale, QuantSpec("e4m3fnuz"), torch.bfloat16)
+    data, scale = weights.quantize_tiles(x, QuantSpec())
     swiglu.swiglu_forward(x, x, group, 10.0, HOPPER.hidden_bf16_steps)
-    swiglu.swiglu_backward(x, x, x, 10.0, ("product",))
-    rotary.inverse_rope_forward(o, angle, angle, group, 1)
-    rotary.inverse_rope_backward(o, angle, angle)
-    assert len(launches) == 10
+    weights.dequantize_tiles(data, scale, QuantSpec(), torch.bfloat16)
+    rounds_to_fp8 = 3
+    if native:
+        kv.fake_quant_kv(x, kv_spec)
+        groups.fake_quant_groups(x[:, :200], float_group)
+        weights.fake_quant_tiles(x, QuantSpec())
+        rotary.inverse_rope_forward(o, angle, angle, group, 1)
+        rounds_to_fp8 += 4
+        swiglu.swiglu_backward(x, x, x, float("inf"), ("clamp", "product"))
+        rotary.inverse_rope_backward(o, angle, angle)
+        groups.fake_quant_groups(x, fnuz)
+        weights.dequantize_tiles(data, scale, QuantSpec("e4m3fnuz"), torch.bfloat16)
+    assert len(launches) == (12 if native else 4)
+    converted = 0
     for kernel, arguments in launches:
         constants = {p.name for p in kernel.params if p.is_constexpr}
         types = {name: "constexpr" if name in constants else _type_of(arguments[name]) for name in kernel.arg_names}
@@ -66,3 +74,5 @@ def test_every_kernel_compiles_for_hopper(launches, monkeypatch: pytest.MonkeyPa
         # Rounded once: no approximate division, no flushing of subnormals outside the exp of SwiGLU.
         assert "div.full" not in ptx and "div.approx" not in ptx
         assert "mul.ftz" not in ptx and "add.ftz" not in ptx
+        converted += "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert converted == (rounds_to_fp8 if native else 0)
