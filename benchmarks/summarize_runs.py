@@ -39,7 +39,8 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"run": str(run_dir), "steps": len(steps)}
     for label, name in COLUMNS.items():
         values = [record[name] for record in steps if record.get(name) is not None]
-        row[f"{label}, step 1"], row[f"{label}, mean"] = values[0], statistics.fmean(values)
+        if values:
+            row[f"{label}, step 1"], row[f"{label}, mean"] = values[0], statistics.fmean(values)
     rewards = [record["train/reward"] for record in steps]
     row["reward, first 5"], row["reward, last 5"] = statistics.fmean(rewards[:5]), statistics.fmean(rewards[-5:])
     accuracies = [record["validation/accuracy"] for record in records if "validation/accuracy" in record]

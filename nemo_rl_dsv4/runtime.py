@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import ray
+import yaml
 
 from nemo_rl_dsv4.config import MasterConfig, validate
 from nemo_rl_dsv4.data import PromptLoader, Tokenizer, build_datasets, load_tokenizer, make_tiny_tokenizer
@@ -31,7 +33,7 @@ from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec
 from nemo_rl_dsv4.utils.console import RunConsole, make_console, print_summary
 from nemo_rl_dsv4.utils.progress import progress
-from nemo_rl_dsv4.utils.run_folder import checkpoint_folder
+from nemo_rl_dsv4.utils.run_folder import CONFIG_FILE, checkpoint_folder
 from nemo_rl_dsv4.utils.run_logger import RunLogger
 
 TINY = "tiny"
@@ -64,6 +66,9 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
             "reference (on CPUs) only"
         )
     console = make_console()
+    if resume is not None:
+        resumed_store(TrainerSettings.from_config(config).checkpointing, resume).latest()
+        note_changes(console, recorded_config(resume), yaml.safe_load(config.resolved_yaml()))
     started = time.monotonic()
     tokenizer = make_tokenizer(config)
     validation = None if config.data.validation is None else _section(config.data.validation)
@@ -82,6 +87,7 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
             on_progress=phases.advance,
         )
         checkpoint = resolve_checkpoint(config, tokenizer, train_set, group, console)
+        check_vocabulary(config, tokenizer, checkpoint)
         with progress(console, "loading the policy and the rollout engine"):
             rounding = group.build(
                 policy_spec(config, checkpoint), global_batch_size=config.policy.train_global_batch_size
@@ -113,6 +119,16 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
                 logger.discard_if_empty()
     report(console, logger, summary, time.monotonic() - started)
     return summary
+
+
+EXPECTED_CHANGES = ("grpo.max_num_steps", "grpo.max_num_epochs", "logger.", "checkpointing.", "grpo.val_")
+
+
+def note_changes(console: Any, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Say which settings a resumed run goes on with that it was not started with."""
+    for key, (left, right) in changed_keys(before, now).items():
+        if not key.startswith(EXPECTED_CHANGES):
+            console.print(f"note: resuming with {key} {left} -> {right}", highlight=False, soft_wrap=True, markup=False)
 
 
 def warn_of_biased_sampling(config: MasterConfig, console: Any) -> None:
@@ -148,11 +164,12 @@ def make_prompts(
 ) -> tuple[PromptLoader, list]:
     """The training loader and the list of validation prompts."""
     limit = config.data.max_input_seq_length or config.policy.max_total_sequence_length
-    thinking = bool((config.policy.tokenizer.chat_template_kwargs or {}).get("thinking", False))
+    chat = config.policy.tokenizer.chat_template_kwargs or {}
     options: dict[str, Any] = {
         "max_input_tokens": limit,
         "overlong": config.data.overlong_prompts,
-        "thinking": thinking,
+        "thinking": chat.get("thinking", False),
+        "reasoning_effort": chat.get("reasoning_effort"),
     }
     prompts_per_batch = config.grpo.num_prompts_per_step
     if config.grpo.use_dynamic_sampling:
@@ -177,7 +194,7 @@ def resolve_checkpoint(
     assert config.policy.dsv4.tiny is not None  # validate() saw to it
     tiny = config.policy.dsv4.tiny.model_dump()
     dataset = _section(config.data.train)
-    folder = tiny_folder(tiny, dataset)
+    folder = tiny_folder(tiny, dataset, tokenizer)
     if folder.is_dir():
         console.print(f"tiny model: {folder}", highlight=False, soft_wrap=True)
         return folder
@@ -191,6 +208,19 @@ def resolve_checkpoint(
             group=group,
             on_step=lambda step, loss: advance(1, f"loss {loss:.3f}"),
         )
+
+
+def check_vocabulary(config: MasterConfig, tokenizer: Tokenizer, checkpoint: Path) -> None:
+    """Refuse a tokenizer with more ids than the model has, and stop tokens that no model output can be."""
+    size = read_config(checkpoint, dict(config.policy.hf_config_overrides))["vocab_size"]
+    if tokenizer.vocab_size > size:
+        raise UserError(
+            f"policy.tokenizer.name {config.policy.tokenizer.name!r} has {tokenizer.vocab_size} tokens but the model "
+            f"in {checkpoint} has vocab_size {size}; use the tokenizer the checkpoint was made with"
+        )
+    beyond = [token for token in config.policy.generation.stop_token_ids or [] if token >= size]
+    if beyond:
+        raise UserError(f"policy.generation.stop_token_ids holds {beyond[0]}; the model has ids 0 to {size - 1}")
 
 
 def local_or_hub_folder(name: str) -> Path:
@@ -221,7 +251,7 @@ def policy_spec(config: MasterConfig, checkpoint: Path) -> PolicySpec:
         include={"attn", "linear", "rms_norm", "experts", "dispatcher", "rope_fusion", "gate_precision"}
     )
     return PolicySpec(
-        checkpoint=str(checkpoint),
+        checkpoint=str(checkpoint.resolve()),
         sizes=ParallelSizes(
             config.world_size,
             cp=layout.context_parallel_size,
@@ -249,11 +279,12 @@ def reference_spec(config: MasterConfig, checkpoint: Path) -> ReferenceSpec:
     return ReferenceSpec(
         hf_config=read_config(checkpoint, dict(config.policy.hf_config_overrides)),
         profile=profile_name(config),
-        tokenizer=str(checkpoint) if config.policy.generation.stop_strings else None,
+        tokenizer=str(checkpoint.resolve()) if config.policy.generation.stop_strings else None,
         batch_size=cfg.batch_size,
         length_slack=cfg.length_slack,
         experts=cfg.experts,
         num_threads=cfg.num_threads,
+        max_length=config.policy.max_total_sequence_length,
     )
 
 
@@ -281,6 +312,11 @@ def sampling_params(config: MasterConfig, tokenizer: Tokenizer) -> SamplingParam
     )
 
 
+def _end_like_ctrl_c(number: int, frame: Any) -> None:
+    """A scheduler's SIGTERM ends a run as Ctrl-C does: processes stopped, nothing half-written."""
+    raise KeyboardInterrupt
+
+
 @contextmanager
 def ray_cluster(config: MasterConfig) -> Iterator[None]:
     """A Ray of our own with a slot for every process of the recipe, or the one that `RAY_ADDRESS` names."""
@@ -297,10 +333,12 @@ def ray_cluster(config: MasterConfig) -> Iterator[None]:
             logging_level=logging.ERROR,
             object_store_memory=RAY_OBJECT_STORE_BYTES,
         )
+    previous = signal.signal(signal.SIGTERM, _end_like_ctrl_c)
     try:
         yield
     finally:
         ray.shutdown()
+        signal.signal(signal.SIGTERM, previous)
 
 
 def open_run(
@@ -311,10 +349,69 @@ def open_run(
     if resume is None:
         logger = RunLogger(config.logger.log_dir, config.resolved_yaml(), logger_settings)
         return logger, CheckpointStore(checkpoint_folder(settings.checkpoint_dir, logger.run_dir), settings), None
-    store = CheckpointStore(checkpoint_folder(settings.checkpoint_dir, resume), settings)
+    store = resumed_store(settings, resume)
     resume_from = store.latest()
     step = int(resume_from.name.removeprefix("step_"))
-    return RunLogger.resume(resume, config.resolved_yaml(), step, logger_settings), store, resume_from
+    return ResumedLogger(resume, config.resolved_yaml(), step, logger_settings), store, resume_from
+
+
+def resumed_store(settings: CheckpointSettings, run_dir: Path) -> CheckpointStore:
+    """The checkpoints of a run that exists: where its own config.yaml put them, whatever this recipe says."""
+    recorded = recorded_config(run_dir)["checkpointing"]["checkpoint_dir"]
+    return CheckpointStore(checkpoint_folder(recorded, run_dir), settings)
+
+
+def recorded_config(run_dir: Path) -> dict[str, Any]:
+    """The recipe a run was started with.
+
+    Raises:
+        UserError: the file is no recipe.
+    """
+    path = run_dir / CONFIG_FILE
+    try:
+        recorded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        recorded["checkpointing"]["checkpoint_dir"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read as the recipe of a run ({error})") from error
+    return recorded
+
+
+def changed_keys(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (before, now) of every value that differs between two resolved recipes."""
+    changed: dict[str, tuple[Any, Any]] = {}
+    for key in sorted({*before, *now}):
+        left, right = before.get(key), now.get(key)
+        if isinstance(left, dict) and isinstance(right, dict):
+            changed |= changed_keys(left, right, f"{prefix}{key}.")
+        elif left != right:
+            changed[f"{prefix}{key}"] = (left, right)
+    return changed
+
+
+class ResumedLogger(RunLogger):
+    """A `RunLogger` that touches the run folder only once the resumed run has a step to log.
+
+    Until then a resume may still be refused, and a refused resume changes nothing.
+    """
+
+    def __init__(self, run_dir: Path, config_yaml: str, last_step: int, settings: dict[str, Any]) -> None:
+        self.run_dir = run_dir
+        self._pending = (config_yaml, last_step, settings)
+        self._opened = False
+
+    def log_step(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """As `RunLogger.log_step`; the first call opens the folder and removes records of later steps."""
+        if not self._opened:
+            config_yaml, last_step, settings = self._pending
+            self._open(self.run_dir, config_yaml, settings, last_step)
+            self._opened = True
+        super().log_step(step, metrics)
+
+    def discard_if_empty(self) -> bool:
+        """Close what was opened; an existing run is never removed."""
+        if self._opened:
+            self.close()
+        return False
 
 
 def report(console: Any, logger: RunLogger, summary: TrainingSummary, seconds: float) -> None:
@@ -331,5 +428,12 @@ def report(console: Any, logger: RunLogger, summary: TrainingSummary, seconds: f
     print_summary(console, results, {"run folder": logger.run_dir, **files})
 
 
+WORD_PROBLEM_KEYS = ("difficulty", "max_number", "long_fraction", "long_words")
+
+
 def _section(section: Any) -> dict[str, Any]:
-    return section.model_dump(exclude_none=True)
+    """A data section without nulls. Settings of the word problems that a recipe inherits do not follow another set."""
+    values = section.model_dump(exclude_none=True)
+    if section.dataset_name != "word_problems":
+        values = {key: value for key, value in values.items() if key not in WORD_PROBLEM_KEYS}
+    return values

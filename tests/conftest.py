@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
+
+# As in the CPU workers: AutoModel compiles small functions, which costs more on a CPU than it saves, and contended
+# threads are slow. A test that wants the compiler takes the variable away.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

@@ -43,7 +43,7 @@ class Backend(Section):
     """How tokens reach their experts: `torch` gathers all of them (up to 8 ranks), the others need GPUs."""
     rope_fusion: bool = False
     """Fused RoPE of TransformerEngine."""
-    gate_precision: Literal["float32", "float64"] | None = "float32"
+    gate_precision: Literal["float32", "float64"] = "float32"
     """Numbers of the router; the rollout's is float32."""
     enable_hf_state_dict_adapter: bool = True
     """Translate parameter names on load and save."""

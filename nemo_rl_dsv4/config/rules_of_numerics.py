@@ -42,10 +42,34 @@ def check_available(config: MasterConfig) -> None:
         not policy.dsv4.router_replay,
         "policy.dsv4.router_replay is true, which this version does not have; set it to false",
     )
+    require(
+        policy.dsv4.rollout_profile != "deepseek-reference",
+        "policy.dsv4.rollout_profile is deepseek-reference, whose FP4 indexer with a Hadamard transform is a table "
+        "to compare with (nemo-rl-dsv4 profiles), not a rollout of this version; take a vllm profile",
+    )
+    require(
+        policy.tokenizer.chat_template == "deepseek_v4",
+        f"policy.tokenizer.chat_template is {policy.tokenizer.chat_template!r}; wanted deepseek_v4, the one encoding "
+        "of this model",
+    )
+    chat = dict(policy.tokenizer.chat_template_kwargs or {})
+    thinking, effort = chat.pop("thinking", False), chat.pop("reasoning_effort", None)
+    require(
+        not chat,
+        f"policy.tokenizer.chat_template_kwargs has unknown keys {sorted(chat)}; wanted thinking, reasoning_effort",
+    )
+    require(
+        isinstance(thinking, bool),
+        f"policy.tokenizer.chat_template_kwargs.thinking is {thinking!r}; wanted true or false",
+    )
+    require(
+        effort in (None, "low", "high", "max") and (effort is None or thinking),
+        f"policy.tokenizer.chat_template_kwargs.reasoning_effort is {effort!r} with thinking {thinking}; wanted "
+        "null, or low, high or max with thinking true",
+    )
     if config.cluster.gpus_per_node > 0:
         return
     ignored = {
-        "policy.dtensor_cfg.cpu_offload": policy.dtensor_cfg.cpu_offload,
         "policy.offload_optimizer_for_logprob": policy.offload_optimizer_for_logprob,
         "policy.logprob_chunk_size": policy.logprob_chunk_size is not None,
         "policy.dtensor_cfg.clear_cache_every_n_steps": policy.dtensor_cfg.clear_cache_every_n_steps is not None,

@@ -18,7 +18,7 @@ from nemo_rl_dsv4.generation.sampling import SamplingParams
 from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, get, kill
 
 if TYPE_CHECKING:
-    from nemo_rl_dsv4.refit.wire import WireTensor
+    from nemo_rl_dsv4.refit.wire import Shipment
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class ReferenceSpec:
         length_slack: most tokens by which prompt lengths of one batch may differ.
         experts: transformers' implementation of the expert products.
         num_threads: torch threads of the process.
+        max_length: most tokens of prompt and response together; None for the model's limit.
     """
 
     hf_config: Mapping[str, Any]
@@ -42,6 +43,7 @@ class ReferenceSpec:
     length_slack: int = 12
     experts: str = "eager"
     num_threads: int = 1
+    max_length: int | None = None
 
 
 @ray.remote
@@ -65,15 +67,23 @@ class ReferenceActor:
             max_batch_size=spec.batch_size,
             length_slack=spec.length_slack,
             experts=spec.experts,
+            max_length=spec.max_length,
             decode=decode,
         )
         return self.engine.rounded_sites
 
-    def update_weights(self, wire: list[WireTensor]) -> dict[str, Any]:
-        """Load exported weights and return the refit report."""
+    def update_weights(self, shipment: Shipment) -> dict[str, Any]:
+        """Load exported weights, compare with the sender's checksum, and return the refit report."""
         from nemo_rl_dsv4.refit.wire import from_wire
 
-        return self.engine.update_weights(from_wire(wire)).to_dict()
+        report = self.engine.update_weights(from_wire(shipment.tensors))
+        if report.checksum != shipment.checksum:
+            self.engine.has_weights = False
+            raise RuntimeError(
+                f"refit: the engine received checksum {report.checksum}, the policy sent {shipment.checksum}; "
+                "weights were changed on the way"
+            )
+        return report.to_dict()
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, seed: int, request_ids: list[int]
@@ -114,16 +124,13 @@ class ReferenceGeneration:
         """Load exported weights (or a Ray reference to them) into every engine.
 
         Returns:
-            Numbers of the refit report; engines that report different checksums raise.
+            Numbers of the refit report.
 
         Raises:
             UserError: the stream was incomplete or damaged.
-            RuntimeError: the engines disagree on what they received.
+            RuntimeError: an engine received other bytes than the policy sent.
         """
         reports = get([actor.update_weights.remote(stream) for actor in self.actors])
-        sums = {report["checksum"] for report in reports}
-        if len(sums) != 1:
-            raise RuntimeError(f"engines received different weights in one refit: checksums {sorted(map(str, sums))}")
         return {key: float(value) for key, value in reports[0].items() if isinstance(value, (int, float))}
 
     def prepare_for_generation(self) -> None:

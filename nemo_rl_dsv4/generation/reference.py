@@ -52,6 +52,7 @@ class ReferenceEngine:
         max_batch_size: most sequences decoded together.
         length_slack: most tokens by which prompt lengths in one batch may differ.
         experts: transformers' implementation of the expert products.
+        max_length: most tokens of prompt and response together; a response is cut there. None for the model's limit.
         decode: token ids -> text, needed only for stop strings.
     """
 
@@ -63,6 +64,7 @@ class ReferenceEngine:
         max_batch_size: int = 128,
         length_slack: int = 12,
         experts: str = "eager",
+        max_length: int | None = None,
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         config = transformers_config(dict(hf_config))
@@ -71,6 +73,7 @@ class ReferenceEngine:
         self.config = config
         self.profile = profile
         self.max_batch_size, self.length_slack, self.decode = max_batch_size, length_slack, decode
+        self.max_length = min(int(config.max_position_embeddings), max_length or int(config.max_position_embeddings))
         self.model = hf.DeepseekV4ForCausalLM(config).float().eval().requires_grad_(False)
         self.rounded_sites = install_rollout_rounding(self.model, profile)
         self.has_weights = False
@@ -128,12 +131,11 @@ class ReferenceEngine:
         if any(not p for p in prompts):
             empty = next(i for i, p in enumerate(prompts) if not p)
             raise UserError(f"prompt {empty} is empty; wanted a token or more")
-        limit = int(self.config.max_position_embeddings)
         longest = max((len(p) for p in prompts), default=0)
-        if longest + params.max_new_tokens > limit:
+        if longest >= self.max_length:
             raise UserError(
-                f"a prompt of {longest} tokens plus max_new_tokens {params.max_new_tokens} exceeds the model's "
-                f"max_position_embeddings {limit}"
+                f"a prompt of {longest} tokens leaves no room for a response: sequences may have {self.max_length} "
+                "(policy.max_total_sequence_length, or the model's max_position_embeddings)"
             )
         if params.stop_strings and self.decode is None:
             raise UserError("stop_strings need a tokenizer; give the engine one")
@@ -165,6 +167,7 @@ class ReferenceEngine:
         logprobs_BN = torch.zeros(batch, params.max_new_tokens)
         stop_ids = torch.tensor(sorted(params.stop_token_ids), dtype=torch.long)
         count_B = torch.zeros(batch, dtype=torch.long)
+        limit_B = (self.max_length - lengths).clamp(max=params.max_new_tokens)
         stopped_B = torch.zeros(batch, dtype=torch.bool)
         rows = torch.arange(batch)
 
@@ -174,7 +177,7 @@ class ReferenceEngine:
             logits_BV = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
                 :, -1
             ]
-            active_B = (position >= lengths) & ~stopped_B & (count_B < params.max_new_tokens)
+            active_B = (position >= lengths) & ~stopped_B & (count_B < limit_B)
             if active_B.any():
                 draw = uniforms_BN[rows, count_B.clamp(max=params.max_new_tokens - 1)]
                 sampled_B = sample_tokens(logits_BV, draw, params)
@@ -186,7 +189,7 @@ class ReferenceEngine:
                 stopped_B |= active_B & torch.isin(sampled_B, stop_ids)
                 if params.stop_strings:
                     self._stop_on_strings(tokens_BT, lengths, count_B, active_B, stopped_B, params.stop_strings)
-            if bool(((count_B >= params.max_new_tokens) | stopped_B).all()):
+            if bool(((count_B >= limit_B) | stopped_B).all()):
                 break
             inputs = tokens_BT[:, position : position + 1]
             position += 1

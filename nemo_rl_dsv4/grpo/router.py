@@ -42,7 +42,7 @@ def router_overlap(rollout_NLK: Tensor, train_NLK: Tensor, mask_N: Tensor) -> Ro
     Pairs with a -1 on either side are left out.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: the shapes differ, or a recorded choice names an expert twice (a capture that was never filled).
     """
     if rollout_NLK.shape != train_NLK.shape or rollout_NLK.shape[:-2] != mask_N.shape:
         raise ValueError(
@@ -51,6 +51,14 @@ def router_overlap(rollout_NLK: Tensor, train_NLK: Tensor, mask_N: Tensor) -> Ro
             f"mask {tuple(mask_N.shape)}"
         )
     rollout, train = rollout_NLK.to(torch.int64), train_NLK.to(torch.int64)
+    for side, experts in (("rollout", rollout), ("training", train)):
+        ordered = experts.sort(dim=-1).values
+        repeated = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != MISSING_EXPERT)
+        if repeated.any():
+            where = repeated.nonzero()[0].tolist()[:-1]
+            raise ValueError(
+                f"router_overlap: {side} experts at {where} are {experts[tuple(where)].tolist()}; wanted distinct ids"
+            )
     recorded = ((rollout != MISSING_EXPERT) & (train != MISSING_EXPERT)).all(dim=-1)
     compared = recorded & (mask_N > 0).unsqueeze(-1)
     common = (rollout.unsqueeze(-1) == train.unsqueeze(-2)).any(dim=-1).sum(dim=-1)[compared]

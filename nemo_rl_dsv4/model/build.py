@@ -23,6 +23,7 @@ CPU_BACKEND = {
     "experts": "torch",
     "dispatcher": "torch",
     "rope_fusion": False,
+    "gate_precision": "float32",
 }
 """The AutoModel backend that runs without a GPU (no TransformerEngine, TileLang or DeepEP)."""
 

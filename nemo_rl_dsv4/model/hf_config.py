@@ -64,6 +64,15 @@ _SHARED_KEYS = (
     "attention_dropout",
     "tie_word_embeddings",
 )
+_OPTIONAL_KEYS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(
+        ("routed_scaling_factor", "swiglu_limit", "rms_norm_eps", "hc_eps", "initializer_range"), (int, float)
+    ),
+    **dict.fromkeys(("scoring_func", "hidden_act"), str),
+    "norm_topk_prob": bool,
+}
+"""Keys with a default in both models, which a null would bypass in one of them."""
+_ABSENT = object()
 _YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
@@ -112,6 +121,11 @@ def validate_config(config: Mapping[str, Any]) -> None:
         raise UserError(f"config.json: model_type is {config.get('model_type')!r}; wanted 'deepseek_v4'")
     for key in _SIZES:
         _positive(config, key)
+    for key, kind in _OPTIONAL_KEYS.items():
+        value = config.get(key, _ABSENT)
+        if value is not _ABSENT and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            wanted = "true or false" if kind is bool else "text" if kind is str else "a number"
+            raise UserError(f"config.json: {key} is {value!r}; wanted {wanted}, or leave the key out for the default")
     layers = config["num_hidden_layers"]
     ratios = config.get("compress_ratios")
     if not isinstance(ratios, list | tuple) or len(ratios) < layers:

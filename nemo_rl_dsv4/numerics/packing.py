@@ -23,6 +23,8 @@ def pack_ue8m0(scale: Tensor, *, name: str = "scale") -> Tensor:
     if scale.dim() < 2:
         raise NumericsError(f"{name} has shape {list(scale.shape)}; packing wants [..., rows, k]")
     codes = scale_to_e8m0_bytes(scale, name=name)
+    if bool((codes == 0).any()):
+        raise NumericsError(f"{name} holds 2^-127 (byte 0), which kernels refuse; wanted 2^-126 or more")
     rows, k = codes.shape[-2:]
     words = math.ceil(k / 4)
     aligned = math.ceil(rows / _ROW_ALIGNMENT) * _ROW_ALIGNMENT

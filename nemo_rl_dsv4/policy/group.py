@@ -22,7 +22,7 @@ from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, get, kill
 
 if TYPE_CHECKING:
     from nemo_rl_dsv4.policy.spec import PolicySpec
-    from nemo_rl_dsv4.refit.wire import WireTensor
+    from nemo_rl_dsv4.refit.wire import Shipment
 
 
 @ray.remote
@@ -55,16 +55,19 @@ class PolicyActor:
         """See `PolicyWorker.train`."""
         return self.worker.train(data, loss_fn, global_valid_seqs=seqs, global_valid_tokens=tokens)
 
-    def export(self, profile: str) -> list[WireTensor] | None:
-        """Gather the weights on every rank; rank 0 returns them in rollout format."""
+    def export(self, profile: str) -> Shipment | None:
+        """Gather the weights on every rank; rank 0 returns them in rollout format with their checksum."""
         from nemo_rl_dsv4.refit.export import export_weights
-        from nemo_rl_dsv4.refit.wire import to_wire
+        from nemo_rl_dsv4.refit.report import StreamTally
+        from nemo_rl_dsv4.refit.wire import Shipment, to_wire
 
         state = self.worker.full_state_dict()
         if self.rank != 0:
             return None
         unquantized = torch.bfloat16 if self.spec.precision == "bfloat16" else torch.float32
-        return to_wire(export_weights(state, profile, unquantized=unquantized))
+        tally = StreamTally()
+        tensors = to_wire(tally.watch(export_weights(state, profile, unquantized=unquantized)))
+        return Shipment(tensors, tally.report().checksum)
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Gather whole tensors; rank 0 returns them."""
@@ -195,11 +198,11 @@ class PolicyGroup:
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write weights, optimizer and schedule into `folder`."""
-        get([actor.save_checkpoint.remote(str(folder)) for actor in self.actors])
+        get([actor.save_checkpoint.remote(str(Path(folder).resolve())) for actor in self.actors])
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what `save_checkpoint` wrote."""
-        get([actor.load_checkpoint.remote(str(folder)) for actor in self.actors])
+        get([actor.load_checkpoint.remote(str(Path(folder).resolve())) for actor in self.actors])
 
     def shutdown(self) -> None:
         """End the processes and remove the rendezvous file."""

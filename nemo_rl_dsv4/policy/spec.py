@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.build import build_model, resolve_dtype
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.hf_config import read_config
@@ -14,6 +15,7 @@ from nemo_rl_dsv4.model.release_checkpoint import read_release_checkpoint
 from nemo_rl_dsv4.numerics import get_profile
 from nemo_rl_dsv4.policy.parallel import ParallelSizes, create_meshes
 from nemo_rl_dsv4.policy.worker import PolicyWorker
+from nemo_rl_dsv4.refit.verify import verify_export
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,34 @@ class PolicySpec:
     seed: int = 0
 
 
+def check_checkpoint_fits(checkpoint: Path, hf_config: Mapping[str, Any], spec: PolicySpec) -> None:
+    """Refuse a quantized checkpoint that the rollout could not hold as it is.
+
+    Every rank reads the checkpoint once more for this; nothing is kept.
+
+    Raises:
+        UserError: scales of another kind than the profile's, or weights whose values change on export (FP4 experts
+            whose scales lie further apart than an FP8 block can hold).
+    """
+    quantization = hf_config.get("quantization_config")
+    weight = get_profile(spec.profile).site("linear.weight")
+    if not quantization or weight is None:
+        return
+    found = "ue8m0" if quantization.get("scale_fmt") == "ue8m0" else "float32"
+    if found != weight.scale:
+        raise UserError(
+            f"{checkpoint}: scales are {found} (quantization_config.scale_fmt {quantization.get('scale_fmt')!r}), but "
+            f"rollout profile {spec.profile} rounds weights with {weight.scale} scales; take a profile that fits"
+        )
+    report = verify_export(checkpoint, spec.profile, config_overrides=spec.config_overrides)
+    if not report.ok:
+        name, error = max(report.changed.items(), key=lambda item: item[1])
+        raise UserError(
+            f"{checkpoint}: {len(report.changed)} tensors would change on the way to the rollout, most of all "
+            f"{name!r} (relative error {error:.2g}); its scales lie too far apart for profile {spec.profile}"
+        )
+
+
 def build_worker(spec: PolicySpec) -> PolicyWorker:
     """Build one rank: model, weights, rounding, sharding, optimizer. Needs `torch.distributed` when world > 1."""
     profile = get_profile(spec.profile)
@@ -64,6 +94,7 @@ def build_worker(spec: PolicySpec) -> PolicyWorker:
         seed=spec.seed,
     )
     if spec.checkpoint is not None:
+        check_checkpoint_fits(Path(spec.checkpoint), hf_config, spec)
         state = read_release_checkpoint(Path(spec.checkpoint), config_overrides=spec.config_overrides)
         model.load_state_dict(state, strict=True)
     return PolicyWorker(

@@ -247,11 +247,16 @@ class PolicyWorker:
             raise UserError(f"{folder} holds no training checkpoint (no .metadata file)")
         state = self._training_state()
         try:
+            unused = _without_absent_moments(state["optimizer"]["state"], folder)
             load(state, checkpoint_id=folder)
         except (CheckpointException, RuntimeError, KeyError, EOFError, OSError) as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             raise UserError(f"{folder} cannot be restored into this model: {reason}") from error
+        state["optimizer"]["state"].update(unused)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for name, parameter in self.model.named_parameters():
+            if name.replace("_checkpoint_wrapped_module.", "") in unused:
+                self.optimizer.state.pop(parameter, None)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         invalidate_rounded_weights(self.model)
@@ -264,6 +269,19 @@ class PolicyWorker:
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
         return state
+
+
+def _without_absent_moments(moments: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Take out, and return, the optimizer entries of parameters that had none when the checkpoint was written.
+
+    A parameter that no batch has used yet, such as the ratio-128 compressor while all sequences are short, has no
+    moments; torch makes empty ones for every parameter before it loads, and would miss them in the checkpoint.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    written = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in saved if key.startswith("optimizer.")}
+    return {name: moments.pop(name) for name in list(moments) if name not in written}
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -61,12 +61,19 @@ def receive_weights(model: torch.nn.Module, stream: Stream, *, layout: Layout = 
             tensor = decode_weight(name, tensor, scale_item[1], target.dtype)
         else:
             _check_plain(name, tensor, target, experts)
+        if _never_zero(name) and not bool(tensor.any()):
+            raise UserError(f"refit: {name!r} is all zero; a weight of this kind never is, so it was not filled")
         if tensor.shape != target.shape:
             raise UserError(f"refit: {name!r} is {list(tensor.shape)}; the model wants {list(target.shape)}")
         target.copy_(tensor)
         written.add(name)
     check_names(written, slots, "refit")
     return tally.report()
+
+
+def _never_zero(name: str) -> bool:
+    """Norms, embedding, head and quantized weights; sinks, position tables and biases may well be zero."""
+    return "norm" in name or name in ("embed.weight", "head.weight") or tensor_kind(name).endswith(".weight")
 
 
 def _check_plain(name: str, tensor: torch.Tensor, target: torch.Tensor, experts: int) -> None:

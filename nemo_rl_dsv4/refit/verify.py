@@ -45,19 +45,28 @@ class VerifyReport:
         return {**asdict(self), "ok": self.ok}
 
 
-def verify_export(source: Mapping[str, torch.Tensor] | str | Path, profile: str | RolloutProfile) -> VerifyReport:
+def verify_export(
+    source: Mapping[str, torch.Tensor] | str | Path,
+    profile: str | RolloutProfile,
+    *,
+    config_overrides: Mapping[str, Any] | None = None,
+) -> VerifyReport:
     """Export unchanged weights under `profile` and compare with where they came from.
 
     Args:
         source: a checkpoint folder, compared with its stored bytes; or an AutoModel state dict, whose first export
             stands for the checkpoint and is exported once more from its decoded values.
         profile: a rollout profile or its name.
+        config_overrides: values that replace those of a checkpoint's config.json.
 
     Raises:
         UserError: a damaged checkpoint, or weights that cannot be exported.
     """
     profile = get_profile(profile) if isinstance(profile, str) else profile
-    triples = _exported(source, profile) if isinstance(source, Mapping) else _read(ReleaseCheckpoint(Path(source)))
+    if isinstance(source, Mapping):
+        triples = _exported(source, profile)
+    else:
+        triples = _read(ReleaseCheckpoint(Path(source), config_overrides=config_overrides))
     counts = {"identical": 0, "renormalised": 0, "recoded": 0}
     changed: dict[str, float] = {}
     for name, stored, value in triples:

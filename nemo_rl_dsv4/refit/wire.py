@@ -20,6 +20,13 @@ class WireTensor(NamedTuple):
     payload: np.ndarray
 
 
+class Shipment(NamedTuple):
+    """All tensors of one refit, and the sender's checksum over them."""
+
+    tensors: list[WireTensor]
+    checksum: str
+
+
 def to_wire(stream: Iterable[tuple[str, torch.Tensor]]) -> list[WireTensor]:
     """Copy every tensor of a stream into bytes."""
     wire = []

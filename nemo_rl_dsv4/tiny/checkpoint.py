@@ -67,12 +67,13 @@ def tiny_hf_config(tiny: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, A
     }
 
 
-def checkpoint_folder(tiny: Mapping[str, Any], dataset: Mapping[str, Any]) -> Path:
-    """Where the checkpoint of these settings is kept."""
+def checkpoint_folder(tiny: Mapping[str, Any], dataset: Mapping[str, Any], tokenizer: Tokenizer) -> Path:
+    """Where the checkpoint of these settings is kept; another vocabulary is another checkpoint."""
     shaped_by = {
         "version": FORMAT_VERSION,
         "tiny": {key: value for key, value in tiny.items() if key != "cache_dir"},
         "dataset": dict(dataset),
+        "vocabulary": sorted(tokenizer.fast.get_vocab().items()),
     }
     digest = hashlib.sha256(json.dumps(shaped_by, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return Path(tiny["cache_dir"]) / f"dsv4-tiny-{digest}"
@@ -103,8 +104,8 @@ def ensure_tiny_checkpoint(
         UserError: no problems, a batch size that does not divide over the processes, or a folder that cannot be
             written.
     """
-    folder = checkpoint_folder(tiny, dataset)
-    if (folder / "config.json").is_file():
+    folder = checkpoint_folder(tiny, dataset, tokenizer)
+    if folder.is_dir():
         return folder
     warm = tiny["warm_start"]
     if not problems:
@@ -119,8 +120,12 @@ def ensure_tiny_checkpoint(
     state = warm_start(hf_config, tiny, problems, tokenizer, group, on_step=on_step)
     with tempfile.TemporaryDirectory() as tokenizer_dir:
         tokenizer.save(tokenizer_dir)
-        write_release_checkpoint(state, hf_config, folder, tokenizer_dir=Path(tokenizer_dir), expert_format="fp4")
-    return folder
+        try:
+            write_release_checkpoint(state, hf_config, folder, tokenizer_dir=Path(tokenizer_dir), expert_format="fp4")
+        except UserError:
+            if not folder.is_dir():
+                raise
+    return folder  # another run that started at the same time may have been first: its checkpoint is the same
 
 
 def warm_start(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,11 +67,16 @@ def environment():
 
 @pytest.fixture
 def run(command, environment, tmp_path):
-    """Run to the end and return the finished process."""
+    """Run to the end and return the finished process; `via_uv` starts it as README does."""
 
-    def start(mode: str, *extra: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command(mode, *extra), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
-        )
+    def start(mode: str, *extra: str, via_uv: bool = False) -> subprocess.CompletedProcess[str]:
+        line = command(mode, *extra)
+        if via_uv:
+            uv = shutil.which("uv")
+            assert uv, "README's commands start with `pip install uv`"
+            line = [uv, "run", "--no-sync", "--project", str(REPOSITORY), *line[1:]]
+            line.remove("-W")
+            line.remove("ignore")
+        return subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
 
     return start

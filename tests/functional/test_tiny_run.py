@@ -18,7 +18,16 @@ def records(run_dir: Path) -> list[dict]:
 
 
 def test_a_run_writes_what_it_says(run, tmp_path):
-    done = run("qat", "grpo.max_num_steps=2", "checkpointing.save_period=1")
+    """Under `uv run` and with relative paths: Ray used to start workers in a copy without the tiny checkpoint."""
+    done = run(
+        "qat",
+        "grpo.max_num_steps=2",
+        "checkpointing.save_period=1",
+        "policy.dsv4.tiny.cache_dir=cache",
+        "logger.log_dir=logs",
+        "checkpointing.checkpoint_dir=results",
+        via_uv=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     run_dir = tmp_path / "logs/exp_001"
     steps = records(run_dir)
@@ -26,7 +35,7 @@ def test_a_run_writes_what_it_says(run, tmp_path):
     assert "validation/accuracy" in steps[0] and "validation/accuracy" in steps[2]
     for name in ("reward", "loss", "grad_norm", "lr", "gen_kl_error", "token_mult_prob_error", "approx_entropy"):
         assert f"train/{name}" in steps[1], sorted(steps[1])
-    assert steps[1]["refit/quantized"] > 100
+    assert steps[0]["refit/quantized"] > 100 and steps[2]["refit/quantized"] > 100
     assert steps[1]["train/gen_kl_error"] < 1e-4
     for name in ("config.yaml", "summary.json", "summary.png", "report.html"):
         assert (run_dir / name).stat().st_size > 0

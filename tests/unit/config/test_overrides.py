@@ -41,8 +41,10 @@ def test_an_override_changes_what_it_names(tiny, unchanged, override, read, want
 
 
 def test_a_mapping_override_merges(tiny):
+    before = load_config(tiny).policy.dsv4.tiny
     changed = load_config(tiny, ["policy.dsv4.tiny.warm_start={steps:3}"]).policy.dsv4.tiny
-    assert changed is not None and changed.warm_start.batch_size == 32
+    assert before is not None and changed is not None
+    assert changed.warm_start.steps == 3 and changed.warm_start.batch_size == before.warm_start.batch_size
 
 
 def test_the_last_override_wins(tiny):

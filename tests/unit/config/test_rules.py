@@ -13,8 +13,21 @@ CP, EP = "policy.dtensor_cfg.context_parallel_size", "policy.dtensor_cfg.expert_
 GPU = ["cluster.gpus_per_node=8", "policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_model_len=256"]
 
 REFUSED = {
+    "a profile to read only": (["policy.dsv4.rollout_profile=deepseek-reference"], "not a rollout of this version"),
+    "another chat template": (
+        ["policy.tokenizer.chat_template=llama3"],
+        "chat_template is 'llama3'; wanted deepseek_v4",
+    ),
+    "unknown chat argument": (
+        ["policy.tokenizer.chat_template_kwargs={thinking_mode:chat}"],
+        "unknown keys .'thinking_mode'.; wanted thinking",
+    ),
+    "thinking maybe": (["policy.tokenizer.chat_template_kwargs={thinking:maybe}"], "thinking is 'maybe'; wanted true"),
+    "effort without thinking": (
+        ["policy.tokenizer.chat_template_kwargs={reasoning_effort:max}"],
+        "reasoning_effort is 'max' with thinking False",
+    ),
     "router replay": (["policy.dsv4.router_replay=true"], "router_replay is true, which this version does not have"),
-    "offload on a CPU": (["policy.dtensor_cfg.cpu_offload=true"], "cpu_offload is set, but training on CPUs"),
     "chunked scoring on a CPU": (["policy.logprob_chunk_size=64"], "logprob_chunk_size is set, but training on CPUs"),
     "cp does not divide the processes": ([f"{CP}=2"], f"cpu_processes .* is 1, which {CP} = 2 does not divide"),
     "ep does not divide the processes": ([f"{PROCESSES}=2", f"{EP}=4"], f"is 2, which {EP} = 4 does not divide"),

@@ -102,13 +102,21 @@ def test_stopping(engine):
     assert by_string.tokens == free.tokens[:3] and not by_string.truncated
 
 
+def test_sequences_end_at_the_length_limit(engine, monkeypatch):
+    """policy.max_total_sequence_length used to be checked nowhere on the rollout's side."""
+    monkeypatch.setattr(engine, "max_length", 36)
+    short, long = engine.generate([prompt(30), prompt(34)], SamplingParams(8), seed=2)
+    assert (len(short.tokens), len(long.tokens)) == (6, 2)
+    assert short.truncated and long.truncated
+
+
 def test_errors(engine, config_once):
     with pytest.raises(UserError, match="no weights yet"):
         ReferenceEngine(config_once, get_profile("bf16")).generate([[5]], SamplingParams(1), seed=0)
     with pytest.raises(UserError, match="prompt 1 is empty"):
         engine.generate([[5], []], SamplingParams(1), seed=0)
-    with pytest.raises(UserError, match="exceeds the model's max_position_embeddings 4096"):
-        engine.generate([[5] * 4090], SamplingParams(10), seed=0)
+    with pytest.raises(UserError, match="a prompt of 4096 tokens leaves no room for a response"):
+        engine.generate([[5] * 4096], SamplingParams(10), seed=0)
 
 
 def test_a_broken_refit_leaves_the_engine_silent(config_once, training_once):

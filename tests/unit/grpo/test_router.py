@@ -18,8 +18,7 @@ def test_overlap_of_two_top6_choices():
 def test_parts_add_up_and_missing_rows_do_not_count():
     """-1 means the rollout did not record the row: it is no disagreement."""
     generator = torch.Generator().manual_seed(1)
-    rollout = torch.randint(0, 6, (2, 8, 3, 2), generator=generator)
-    train = torch.randint(0, 6, (2, 8, 3, 2), generator=generator)
+    rollout, train = (torch.rand(2, 8, 3, 6, generator=generator).argsort(-1)[..., :2] for _ in range(2))
     rollout[0, :4] = -1
     mask = torch.ones(2, 8)
     whole = router_overlap(rollout, train, mask)
@@ -27,6 +26,13 @@ def test_parts_add_up_and_missing_rows_do_not_count():
     assert whole == pytest.approx(parts)
     assert whole.pairs == (16 - 4) * 3
     assert router_overlap(rollout[:1, :4], train[:1, :4], mask[:1, :4]).metrics() == {}
+
+
+def test_a_route_that_was_never_captured_is_refused():
+    """C058: a capture hook that is not called leaves zeros; they counted as full overlap with any set holding 0."""
+    train = torch.arange(6).expand(4, 3, 6)
+    with pytest.raises(ValueError, match=r"rollout experts at \[0, 0\] are \[0, 0, 0, 0, 0, 0\]; wanted distinct ids"):
+        router_overlap(torch.zeros(4, 3, 6), train, torch.ones(4))
 
 
 def test_shapes_must_agree():

@@ -184,6 +184,10 @@ def test_mtp_is_told_by_its_keys_not_its_prefix() -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "RoPE scaling type is 'linear'"),
         ({"rope_scaling": {"type": "yarn", "factor": 16}}, "rope_scaling.original_max_position_embeddings is None"),
         ({"rope_theta": None}, "rope_theta is None"),
+        ({"routed_scaling_factor": None}, "routed_scaling_factor is None; wanted a number, or leave the key out"),
+        ({"swiglu_limit": None}, "swiglu_limit is None; wanted a number"),
+        ({"norm_topk_prob": None}, "norm_topk_prob is None; wanted true or false"),
+        ({"scoring_func": None}, "scoring_func is None; wanted text"),
     ],
 )
 def test_wrong_configs_name_the_key(change: dict[str, Any], message: str, tiny_config: dict[str, Any]) -> None:

@@ -147,6 +147,8 @@ def with_first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
             r"wq_a\.weight\[0, 0\] is NaN",
         ),
         (changed("norm.weight", with_first(float("inf"))), r"norm\.weight\[0\] is inf"),
+        (changed("norm.weight", torch.zeros_like), r"'norm\.weight' is all zero"),
+        (changed(WEIGHT, torch.zeros_like), r"wq_a\.weight' is all zero"),
         (changed("layers.0.ffn.gate.tid2eid", torch.zeros_like), r"tid2eid.*all 320 expert ids are zero"),
         (changed("layers.0.ffn.gate.tid2eid", lambda t: t + 8), r"tid2eid.*from 8 to 15; wanted 0 to 7"),
         (changed("layers.0.ffn.gate.tid2eid", lambda t: t.float()), r"tid2eid' is torch.float32"),

@@ -81,9 +81,11 @@ def test_loss_is_the_mean_negative_log_likelihood():
 
 
 def test_the_folder_name_follows_the_settings():
+    tokenizer = make_tiny_tokenizer(12)
     tiny = {"hidden_size": 128, "seed": 1, "cache_dir": "a", "warm_start": {"steps": 3}}
-    one = checkpoint_folder(tiny, {"max_number": 12})
-    assert checkpoint_folder({**tiny, "cache_dir": "b"}, {"max_number": 12}).name == one.name
-    assert checkpoint_folder({**tiny, "seed": 2}, {"max_number": 12}).name != one.name
-    assert checkpoint_folder({**tiny, "warm_start": {"steps": 4}}, {"max_number": 12}).name != one.name
-    assert checkpoint_folder(tiny, {"max_number": 13}).name != one.name
+    one = checkpoint_folder(tiny, {"max_number": 12}, tokenizer)
+    assert checkpoint_folder({**tiny, "cache_dir": "b"}, {"max_number": 12}, tokenizer).name == one.name
+    assert checkpoint_folder({**tiny, "seed": 2}, {"max_number": 12}, tokenizer).name != one.name
+    assert checkpoint_folder({**tiny, "warm_start": {"steps": 4}}, {"max_number": 12}, tokenizer).name != one.name
+    assert checkpoint_folder(tiny, {"max_number": 13}, tokenizer).name != one.name
+    assert checkpoint_folder(tiny, {"max_number": 12}, make_tiny_tokenizer(50)).name != one.name

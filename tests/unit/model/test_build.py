@@ -1,0 +1,91 @@
+"""Facts of the built model that the rollout relies on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nemo_automodel.components.moe.experts import swiglu_clamped_deepep
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.build import build_model, resolve_dtype
+from nemo_rl_dsv4.model.checkpoint_format import automodel_config, transformers_config
+from nemo_rl_dsv4.model.official_names import expected_tensors, tensor_kind
+
+
+def test_every_indexer_parameter_is_frozen(tiny_config):
+    """C067: top-k passes no gradient, but AdamW would still decay an unfrozen indexer under context parallelism."""
+    model = build_model(automodel_config(tiny_config), seed=0)
+    indexer = {name: p.requires_grad for name, p in model.named_parameters() if ".indexer." in name}
+    assert len(indexer) == 12 and not any(indexer.values())
+    assert sum(p.requires_grad for p in model.parameters()) > 100
+
+
+def test_padding_in_bfloat16_gives_finite_gradients(tiny_config):
+    """C069: two lowest values added in BF16 overflow to -inf, and 0 * inf is NaN in the backward pass."""
+    model = build_model(automodel_config(tiny_config), dtype=torch.bfloat16, seed=0)
+    ids = torch.randint(3, 160, (2, 140), generator=torch.Generator().manual_seed(0))
+    padding = torch.arange(140) >= torch.tensor([[60], [140]])
+    model(ids, padding_mask=padding).logits.float().logsumexp(-1).sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(grads) > 100
+    assert [name for name, grad in grads.items() if not torch.isfinite(grad).all()] == []
+
+
+def test_fp32_parts_stay_fp32_in_a_bfloat16_model(tiny_config):
+    """C079: hyper-connections, sinks, position tables, router bias and router scores."""
+    model = build_model(automodel_config(tiny_config), dtype=torch.bfloat16, seed=0)
+    kinds = {name: tensor_kind(name) for name in expected_tensors(tiny_config)}
+    assert "fp32" in kinds.values()
+    low = [
+        name
+        for name, value in model.state_dict().items()
+        if any(part in name for part in ("_hc.", "hc_head", "sinks", "ape_param", "e_score_correction"))
+        and value.dtype != torch.float32
+    ]
+    assert low == []
+    gate = model.model.layers["1"].mlp.gate
+    assert gate.gate_precision == torch.float32
+
+
+@pytest.mark.parametrize("which", ["routed", "shared", "transformers"])
+def test_swiglu_is_clamped(tiny_config, which):
+    """C078: gate at most 10, up within +-10, in shared experts too: silu(10) * -10 = -99.9955."""
+    gate, up = torch.full((1, 192), 20.0), torch.full((1, 192), -20.0)
+    if which == "routed":
+        out = swiglu_clamped_deepep(torch.cat([gate, up], -1), torch.ones(1, 1), 10.0)
+    elif which == "shared":
+        mlp = build_model(automodel_config(tiny_config), seed=0).model.layers["0"].mlp.shared_experts
+        assert mlp.swiglu_limit == 10.0
+        for linear, value in ((mlp.gate_proj, 20.0), (mlp.up_proj, -20.0)):
+            torch.nn.init.constant_(linear.weight, value / 128)
+        torch.nn.init.constant_(mlp.down_proj.weight, 1 / 192)
+        out = mlp(torch.ones(1, 128))
+    else:
+        experts = hf.DeepseekV4Experts(transformers_config(tiny_config))
+        out = experts._apply_gate(torch.cat([gate, up], -1))
+    torch.testing.assert_close(out, torch.full_like(out, -99.99546), rtol=1e-5, atol=0)
+
+
+def test_expert_outputs_are_summed_in_float32(tiny_config):
+    """C080: k expert outputs in BF16 are reduced in FP32 and cast once."""
+    tiny_config["num_experts_per_tok"] = 6
+    model = build_model(automodel_config(tiny_config), dtype=torch.bfloat16, routing_weight_after_down=True, seed=0)
+    experts = model.model.layers["1"].mlp.experts
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 128, generator=generator).bfloat16()
+    indices = torch.stack([torch.randperm(8, generator=generator)[:6] for _ in range(16)])
+    weights = torch.rand(16, 6, generator=generator)
+    found = experts(x, torch.ones(16, dtype=torch.bool), weights, indices)
+    expected = torch.zeros(16, 128)
+    for token in range(16):
+        for slot in range(6):
+            expert = int(indices[token, slot])
+            hidden = swiglu_clamped_deepep(x[token] @ experts.gate_and_up_projs[expert], torch.ones(1), 10.0)
+            expected[token] += (hidden @ experts.down_projs[expert]).float() * weights[token, slot]
+    torch.testing.assert_close(found, expected.bfloat16(), rtol=2**-8, atol=1e-6)
+
+
+def test_an_unknown_precision_is_named():
+    with pytest.raises(UserError, match="policy.precision is 'float16'; wanted one of"):
+        resolve_dtype("float16")
