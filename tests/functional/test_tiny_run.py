@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -45,11 +46,14 @@ def test_a_run_writes_what_it_says(run, tmp_path):
 
 
 def test_resume_continues_as_if_never_stopped(run, tmp_path):
-    whole = run("qat", "grpo.max_num_steps=3", "checkpointing.save_period=10", "grpo.val_at_end=false")
+    settings = ("grpo.max_num_steps=3", "checkpointing.save_period=2", "grpo.val_at_end=false")
+    whole = run("qat", *settings)
     assert whole.returncode == 0, whole.stderr[-3000:]
-    first = run("qat", "grpo.max_num_steps=2", "grpo.val_at_end=false")
-    assert first.returncode == 0, first.stderr[-3000:]
-    resumed = run("qat", "grpo.max_num_steps=3", "grpo.val_at_end=false", "--resume", str(tmp_path / "logs/exp_002"))
+    # The same run as it stood when a machine failed after step 2: logged beyond its last checkpoint.
+    for folder in ("logs", "results"):
+        shutil.copytree(tmp_path / folder / "exp_001", tmp_path / folder / "exp_002")
+    shutil.rmtree(tmp_path / "results/exp_002/step_3")
+    resumed = run("qat", *settings, "--resume", str(tmp_path / "logs/exp_002"))
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     expected, found = records(tmp_path / "logs/exp_001"), records(tmp_path / "logs/exp_002")
     assert [record["step"] for record in found] == [0, 1, 2, 3]
@@ -112,10 +116,9 @@ def test_ctrl_c_leaves_nothing_half_written(command, environment, tmp_path):
 
 
 def test_a_truncated_checkpoint_is_one_line(run, tmp_path, tiny_cache):
-    made = run(
-        "qat", "grpo.max_num_steps=1", "checkpointing.enabled=false", "grpo.val_at_start=false", "grpo.val_at_end=false"
-    )
-    assert made.returncode == 0, made.stderr[-3000:]
+    if not any(tiny_cache.iterdir()):  # an earlier test has usually made it
+        made = run("qat", "grpo.max_num_steps=1", "checkpointing.enabled=false", "grpo.val_at_start=false")
+        assert made.returncode == 0, made.stderr[-3000:]
     source = next(path for path in tiny_cache.iterdir() if path.name.startswith("dsv4-tiny-"))
     broken = tmp_path / "broken"
     broken.mkdir()
