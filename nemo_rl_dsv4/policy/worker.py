@@ -293,15 +293,3 @@ def token_logprobs(logits_bSV: torch.Tensor, targets_bS: torch.Tensor) -> torch.
     logits = logits_bSV.float()
     chosen = logits.gather(-1, targets_bS.unsqueeze(-1)).squeeze(-1)
     return chosen - logits.logsumexp(-1)
-
-
-@contextmanager
-def process_group(rank: int, world_size: int, init_method: str) -> Iterator[None]:
-    """Join a gloo process group for the duration; nothing happens in a world of one."""
-    if world_size > 1:
-        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        if world_size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
