@@ -77,10 +77,10 @@ def test_rounding_weights_equals_a_model_that_holds_rounded_weights(tiny_config,
 def test_weights_are_rounded_once_until_they_change(tiny_config, training_state, monkeypatch):
     model = make_model(tiny_config, training_state)
     install_fake_quant(model, get_profile("vllm-hopper"), WEIGHTS_ONLY)
-    from nemo_rl_dsv4.model import qat
+    from nemo_rl_dsv4.model import weight_rounding
 
     calls = []
-    monkeypatch.setattr(qat, "fake_quant", lambda x, spec: calls.append(x.shape) or fake_quant(x, spec))
+    monkeypatch.setattr(weight_rounding, "fake_quant", lambda x, spec: calls.append(x.shape) or fake_quant(x, spec))
     ids = tokens(1, 40)
     logits(model, ids)
     first = len(calls)
