@@ -70,7 +70,10 @@ def check_job(device: str, job: tuple[QuantSpec, torch.dtype] | Callable[[str], 
     """One spec and dtype, or a check of its own."""
     torch.set_num_threads(1)
     if callable(job):
-        return job(device)
+        try:
+            return job(device)
+        except Exception as error:  # an error of a compiler cannot be pickled; any is a finding here
+            return [f"{job.__name__}: {type(error).__name__}: {error}"]
     spec, dtype = job
     wrong = []
     for rows, columns in ((256, 512), (130, 200), (77, 80), (300, 7168)):

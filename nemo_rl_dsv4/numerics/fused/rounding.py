@@ -225,14 +225,10 @@ def byte_of(
     return code
 
 
-# Both ways in four instructions for two values; a conversion for each value alone is a slow one.
+# Both ways in four instructions for two values; a conversion for each value alone is a slow one. The text has no line
+# breaks: torch.compile copies it between double quotes into the module it generates.
 _BF16_PAIR = tl.constexpr(
-    """{
-    .reg .b32 both;
-    cvt.rn.bf16x2.f32 both, $3, $2;
-    shl.b32 $0, both, 16;
-    and.b32 $1, both, 0xffff0000;
-    }"""
+    "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }"
 )
 
 
