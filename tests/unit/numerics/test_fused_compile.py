@@ -76,3 +76,18 @@ def test_every_kernel_compiles_for_hopper(native: bool, launches, monkeypatch: p
         assert "mul.ftz" not in ptx and "add.ftz" not in ptx
         converted += "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert converted == (rounds_to_fp8 if native else 0)
+
+
+def test_text_constants_of_kernels_survive_torch_compile() -> None:
+    """torch.compile copies a kernel's text constants between double quotes: a line break broke every compiled caller."""
+    from nemo_rl_dsv4.numerics.fused import groups, kv, rotary, rounding, swiglu, weights
+
+    texts = [
+        value.value
+        for module in (groups, kv, rotary, rounding, swiglu, weights)
+        for value in vars(module).values()
+        if isinstance(value, triton.language.constexpr) and isinstance(value.value, str)
+    ]
+    assert texts
+    for text in texts:
+        assert eval(f'"{text}"') == text
