@@ -79,7 +79,7 @@ def test_every_kernel_compiles_for_hopper(native: bool, launches, monkeypatch: p
 
 
 def test_text_constants_of_kernels_survive_torch_compile() -> None:
-    """torch.compile copies a kernel's text constants between double quotes: a line break broke every compiled caller."""
+    """torch.compile copies a kernel's text constants between double quotes: a line break broke compiled callers."""
     from nemo_rl_dsv4.numerics.fused import groups, kv, rotary, rounding, swiglu, weights
 
     texts = [
