@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from nemo_rl_dsv4.numerics.profiles import RolloutProfile
 from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
 from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler
 from nemo_rl_dsv4.policy.parallel import Meshes, _GatherAlongDim, average_gradients, parallelize
+from nemo_rl_dsv4.policy.training_state import load_training_state, save_training_state
 
 LossFn = Callable[..., tuple[torch.Tensor, dict[str, float]]]
 Batch = dict[str, torch.Tensor]
@@ -228,10 +228,8 @@ class PolicyWorker:
         }
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write model, optimizer and schedule with torch's distributed checkpoint. Collective."""
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        save(self._training_state(), checkpoint_id=folder)
+        """Write model, optimizer and schedule; see :mod:`nemo_rl_dsv4.policy.training_state`. Collective."""
+        save_training_state(self.model, self.optimizer, self.scheduler, folder)
 
     def load_checkpoint(self, folder: str) -> None:
         """Restore what `save_checkpoint` wrote, at the same or another parallel size. Collective.
@@ -239,49 +237,8 @@ class PolicyWorker:
         Raises:
             UserError: the folder is missing, damaged, or of another model.
         """
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        if not (Path(folder) / ".metadata").is_file():
-            raise UserError(f"{folder} holds no training checkpoint (no .metadata file)")
-        state = self._training_state()
-        try:
-            unused = _without_absent_moments(state["optimizer"]["state"], folder)
-            load(state, checkpoint_id=folder)
-        except (CheckpointException, RuntimeError, KeyError, EOFError, OSError) as error:
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            raise UserError(f"{folder} cannot be restored into this model: {reason}") from error
-        state["optimizer"]["state"].update(unused)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        for name, parameter in self.model.named_parameters():
-            if name.replace("_checkpoint_wrapped_module.", "") in unused:
-                self.optimizer.state.pop(parameter, None)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+        load_training_state(self.model, self.optimizer, self.scheduler, folder)
         invalidate_rounded_weights(self.model)
-
-    def _training_state(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        if self.scheduler is not None:
-            state["scheduler"] = self.scheduler.state_dict()
-        return state
-
-
-def _without_absent_moments(moments: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Take out, and return, the optimizer entries of parameters that had none when the checkpoint was written.
-
-    A parameter that no batch has used yet, such as the ratio-128 compressor while all sequences are short, has no
-    moments; torch makes empty ones for every parameter before it loads, and would miss them in the checkpoint.
-    """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-    written = {key.removeprefix("optimizer.state.").rpartition(".")[0] for key in saved if key.startswith("optimizer.")}
-    return {name: moments.pop(name) for name in list(moments) if name not in written}
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
