@@ -68,13 +68,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     """Loads and checks the recipe, then prints the topology or starts the run."""
     from nemo_rl_dsv4.config import load_config, validate
+    from nemo_rl_dsv4.config.rules_of_run import missing_trackers
     from nemo_rl_dsv4.utils.console import make_console
     from nemo_rl_dsv4.utils.run_folder import find_run
 
     config = load_config(Path(options.config), options.overrides)
-    runtime = validate(config)
+    runtime = validate(config, runs_here=not options.dry_run)
     resume = None if options.resume is None else find_run(options.resume, Path(config.logger.log_dir))
-    for notice in config.notices:
+    for notice in (*config.notices, *missing_trackers(config)):
         print(f"note: {notice}", file=sys.stderr)
     if options.dry_run:
         from nemo_rl_dsv4.cli.dry_run import print_dry_run

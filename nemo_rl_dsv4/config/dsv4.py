@@ -10,6 +10,7 @@ from nemo_rl_dsv4.config.section import Section
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+GpuName = Literal["h100", "h200", "b200", "mi300x", "mi355x"]
 TrainMode = Literal["bf16", "qat", "fp8"]
 ProfileName = Literal[
     "auto", "bf16", "vllm-hopper", "vllm-blackwell", "vllm-rocm-gfx950", "vllm-rocm-gfx942", "deepseek-reference"
@@ -127,5 +128,7 @@ class DSV4(Section):
     """Train with the experts that the rollout chose."""
     cpu_processes: Positive = 1
     """Policy processes when `cluster.gpus_per_node` is 0."""
+    gpu: GpuName | None = None
+    """GPU that the recipe was made for; `nemo-rl-dsv4 plan` counts its memory. Null: the plan has to be told."""
     tiny: TinyModel | None = None
     """The tiny model; needed when `policy.model_name` is `tiny`."""

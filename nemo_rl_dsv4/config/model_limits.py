@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.known_models import known_config
 
 TINY = "tiny"
 
@@ -25,7 +26,7 @@ class ModelLimits:
 def model_limits(config: MasterConfig) -> ModelLimits:
     """Limits of `policy.model_name`, `hf_config_overrides` included.
 
-    A hub id that is not a folder gives no limits: they are checked once the files are there.
+    A hub id that is neither a folder nor a known model gives no limits: they are checked once the files are there.
 
     Raises:
         UserError: a folder that does not exist, has no config.json, or a broken one; `tiny` without its settings.
@@ -51,7 +52,7 @@ def _read_config(model_name: str) -> dict[str, Any]:
             raise UserError(
                 f"policy.model_name is {model_name!r}: no such folder; give a checkpoint folder, a hub id or tiny"
             )
-        return {}
+        return known_config(model_name) or {}
     file = folder / "config.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))

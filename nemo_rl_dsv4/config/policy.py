@@ -39,8 +39,8 @@ class Backend(Section):
     """Norms."""
     experts: Literal["torch", "torch_mm", "te", "gmm"] = "torch"
     """Expert products: `torch` runs anywhere."""
-    dispatcher: Literal["torch", "deepep", "hybridep"] = "torch"
-    """How tokens reach their experts: `torch` gathers all of them (up to 8 ranks), the others need GPUs."""
+    dispatcher: Literal["torch", "deepep", "hybridep", "uccl_ep"] = "torch"
+    """How tokens reach their experts: `torch` gathers all of them (up to 8 ranks); the others need GPUs, a library."""
     rope_fusion: bool = False
     """Fused RoPE of TransformerEngine."""
     gate_precision: Literal["float32", "float64"] = "float32"

@@ -80,6 +80,11 @@ def check_layout(config: MasterConfig) -> None:
     )
     experts = model_limits(config).n_routed_experts
     if experts is not None:
+        require(
+            layout.expert_parallel_size <= experts,
+            f"{where}.expert_parallel_size is {layout.expert_parallel_size}, more than the model's {experts} routed "
+            "experts; a rank would hold none, choose a divisor of their number",
+        )
         require_divides(
             layout.expert_parallel_size,
             f"{where}.expert_parallel_size",

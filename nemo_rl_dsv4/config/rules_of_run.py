@@ -96,18 +96,28 @@ def check_scheduler(config: MasterConfig) -> None:
 
 
 def check_outputs(config: MasterConfig) -> None:
-    """Folders can be written, and the loggers asked for are installed."""
+    """Folders can be written."""
     check_writable(config.logger.log_dir, "logger.log_dir")
     if config.checkpointing.enabled:
         check_writable(config.checkpointing.checkpoint_dir, "checkpointing.checkpoint_dir")
     tiny = config.policy.dsv4.tiny
     if config.policy.model_name == TINY and tiny is not None:
         check_writable(tiny.cache_dir, "policy.dsv4.tiny.cache_dir")
-    for package, enabled in (("wandb", config.logger.wandb_enabled), ("mlflow", config.logger.mlflow_enabled)):
-        require(
-            not enabled or importlib.util.find_spec(package) is not None,
-            f"logger.{package}_enabled is true but {package} is not installed; run with `uv run --extra {package}`",
-        )
+
+
+def missing_trackers(config: MasterConfig) -> list[str]:
+    """One sentence for each tracker that is turned on but not installed on this machine."""
+    return [
+        f"logger.{package}_enabled is true but {package} is not installed; run with `uv run --extra {package}`"
+        for package, enabled in (("wandb", config.logger.wandb_enabled), ("mlflow", config.logger.mlflow_enabled))
+        if enabled and importlib.util.find_spec(package) is None
+    ]
+
+
+def check_trackers(config: MasterConfig) -> None:
+    """The trackers asked for are installed."""
+    missing = missing_trackers(config)
+    require(not missing, missing[0] if missing else "")
 
 
 def check_writable(folder: str, key: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.rules_of_dispatch import check_context_parallel, check_dispatch
 from nemo_rl_dsv4.config.rules_of_layout import (
     check_batches,
     check_layout,
@@ -11,12 +12,16 @@ from nemo_rl_dsv4.config.rules_of_layout import (
     check_rollout_layout,
 )
 from nemo_rl_dsv4.config.rules_of_numerics import check_available, check_hardware, check_numerics
-from nemo_rl_dsv4.config.rules_of_run import check_algorithm, check_data, check_outputs, check_scheduler
+from nemo_rl_dsv4.config.rules_of_run import check_algorithm, check_data, check_outputs, check_scheduler, check_trackers
 from nemo_rl_dsv4.config.runtime_choice import Runtime, choose_runtime
 
 
-def validate(config: MasterConfig) -> Runtime:
+def validate(config: MasterConfig, *, runs_here: bool = True) -> Runtime:
     """Applies the rules between keys and returns the runtime that will drive the loop. Nothing is created on disk.
+
+    Args:
+        config: a loaded recipe.
+        runs_here: this machine will run it; false leaves out which tracker packages are installed.
 
     Raises:
         UserError: the first rule that does not hold, with the keys, the values found and what would fit.
@@ -30,10 +35,14 @@ def validate(config: MasterConfig) -> Runtime:
         check_numerics,
         check_available,
         check_hardware,
+        check_dispatch,
+        check_context_parallel,
         check_rollout_layout,
     ):
         check(config)
     check_data(config, runtime)
     for check in (check_scheduler, check_outputs, check_algorithm):
         check(config)
+    if runs_here:
+        check_trackers(config)
     return runtime

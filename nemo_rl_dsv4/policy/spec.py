@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.build import build_model, resolve_dtype
@@ -13,6 +16,7 @@ from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.hf_config import read_config
 from nemo_rl_dsv4.model.release_checkpoint import read_release_checkpoint
 from nemo_rl_dsv4.numerics import get_profile
+from nemo_rl_dsv4.policy.dispatcher import check_dispatcher
 from nemo_rl_dsv4.policy.parallel import ParallelSizes, create_meshes
 from nemo_rl_dsv4.policy.worker import PolicyWorker
 from nemo_rl_dsv4.refit.verify import verify_export
@@ -79,8 +83,14 @@ def check_checkpoint_fits(checkpoint: Path, hf_config: Mapping[str, Any], spec: 
         )
 
 
+def local_world_size() -> int:
+    """Policy processes of this node: `LOCAL_WORLD_SIZE` as torchrun and NeMo-RL set it, else this machine's GPUs."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count() or 1)
+
+
 def build_worker(spec: PolicySpec) -> PolicyWorker:
     """Build one rank: model, weights, rounding, sharding, optimizer. Needs `torch.distributed` when world > 1."""
+    check_dispatcher(spec.backend, ranks=spec.sizes.ep, gpus_per_node=local_world_size())
     profile = get_profile(spec.profile)
     if spec.checkpoint is None:
         hf_config = {**(spec.hf_config or {}), **spec.config_overrides}

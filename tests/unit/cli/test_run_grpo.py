@@ -103,6 +103,9 @@ def test_dry_run_of_a_large_layout_shortens_the_list_of_ranks(capsys, places):
         "policy.dtensor_cfg.expert_parallel_size=128",
         "policy.dsv4.tiny.n_routed_experts=128",
         "policy.dsv4.tiny.max_position_embeddings=1024",
+        "policy.max_total_sequence_length=1024",
+        "policy.dtensor_cfg.automodel_kwargs.backend.dispatcher=deepep",
+        "policy.dtensor_cfg.automodel_kwargs.backend.experts=torch_mm",
     ]
     assert main(["--config", RECIPE, "--dry-run", *places, *layout]) == 0
     shown = capsys.readouterr().out

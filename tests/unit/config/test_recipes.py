@@ -26,7 +26,7 @@ def difference(left: str, right: str) -> dict:
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_recipe_is_valid(recipe):
-    assert validate(load_config(recipe, ["runtime=embedded"])) == "embedded"
+    assert validate(load_config(recipe, ["runtime=embedded"]), runs_here=False) == "embedded"
 
 
 def test_bf16_and_qat_differ_in_the_train_mode_and_in_where_they_write():
@@ -43,6 +43,49 @@ def test_cp2ep2_differs_from_qat_in_the_layout_and_in_where_it_writes():
     shorter = {"grpo.max_num_steps", "grpo.val_period", "grpo.max_val_samples", "grpo.val_batch_size"}
     places = {"logger.log_dir", "checkpointing.checkpoint_dir"}
     assert set(changed) <= {"policy.dsv4.cpu_processes"} | places | shorter
+
+
+REFERENCE = "grpo-deepseek-v4-flash-0731-16n8g-automodel-cp8ep128"
+
+
+def test_the_reference_recipe_states_the_reference_settings():
+    """The facts of NeMo-RL's recipe of the same name."""
+    config = load_config(RECIPES / f"{REFERENCE}.yaml")
+    policy, grpo, loss = config.policy, config.grpo, config.loss_fn
+    layout, engine = policy.dtensor_cfg, policy.generation.vllm_cfg
+    backend = layout.automodel_kwargs.backend
+    assert (grpo.num_prompts_per_step, grpo.num_generations_per_prompt, policy.train_global_batch_size) == (32, 16, 512)
+    assert (policy.max_total_sequence_length, config.data.max_input_seq_length) == (3072, 1024)
+    assert (policy.generation.max_new_tokens, policy.logprob_chunk_size) == (2048, 1024)
+    assert (policy.train_micro_batch_size, policy.logprob_batch_size) == (1, 1)
+    assert policy.make_sequence_length_divisible_by == 64
+    assert mesh_axes(config) == {"dp_replicate": 1, "dp_shard": 16, "cp": 8, "tp": 1, "ep_shard": 1, "ep": 128}
+    assert layout.activation_checkpointing and policy.precision == "bfloat16"
+    chosen = (backend.attn, backend.linear, backend.rms_norm, backend.experts, backend.dispatcher)
+    assert chosen == ("tilelang", "torch", "torch_fp32", "torch_mm", "deepep")
+    adam = policy.optimizer.kwargs
+    assert (adam.lr, adam.weight_decay, adam.betas) == (1e-6, 0.1, [0.9, 0.95])
+    assert grpo.use_dynamic_sampling and grpo.batch_multiplier == 4 and not grpo.normalize_rewards
+    assert (grpo.reward_scaling.target_min, grpo.reward_scaling.target_max) == (-1.0, 1.0)
+    assert grpo.reward_shaping.enabled and grpo.reward_shaping.overlong_buffer_length == 1024
+    assert (loss.ratio_clip_max, loss.ratio_clip_c, loss.reference_policy_kl_penalty) == (0.28, 10.0, 0.0)
+    assert loss.truncated_importance_sampling_ratio == 2.0 and not loss.token_level_loss
+    assert policy.hf_config_overrides == {"num_nextn_predict_layers": 0, "expert_dtype": "fp8"}
+    assert (engine.tensor_parallel_size, engine.expert_parallel_size, engine.precision) == (8, 1, "fp8")
+    assert (engine.kv_cache_dtype, engine.gpu_memory_utilization, engine.refit_buffer_size_gb) == ("fp8_ds_mla", 0.6, 1)
+    assert engine.use_deep_gemm and engine.pow2_weight_scaling_factors and engine.enforce_eager
+    assert engine.env_vars == {"VLLM_USE_DEEP_GEMM_E8M0": "1"}
+    assert policy.generation.vllm_kwargs["attention_backend"] == "FLASHMLA_SPARSE_DSV4"
+    assert config.logger.wandb_enabled and policy.dsv4.gpu == "h100"
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob(f"{REFERENCE}-*.yaml")), ids=lambda path: path.stem)
+def test_modes_of_the_reference_recipe_are_differences_only(recipe):
+    mode = recipe.stem.removeprefix(f"{REFERENCE}-")
+    a, b = (leaves(load_config(path).model_dump()) for path in (RECIPES / f"{REFERENCE}.yaml", recipe))
+    changed = {key: b.get(key) for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
+    assert changed.pop("policy.dsv4.train_mode") == mode
+    assert set(changed) == {"logger.log_dir", "logger.wandb.name", "checkpointing.checkpoint_dir"}
 
 
 def test_the_tiny_model_has_every_kind_of_layer(tiny):

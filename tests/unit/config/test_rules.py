@@ -59,8 +59,7 @@ REFUSED = {
     ),
     "longer than the model once padded": (
         [
-            f"{PROCESSES}=2",
-            f"{CP}=2",
+            "policy.make_sequence_length_divisible_by=256",
             "policy.max_total_sequence_length=1000",
             "policy.dsv4.tiny.max_position_embeddings=1000",
         ],
