@@ -1,7 +1,7 @@
 """Shapes of the released DeepSeek-V4 models, so that a recipe naming one can be checked without its files.
 
-The sizes are the defaults of AutoModel 0.7.0's `DeepseekV4Config`, which describes DeepSeek-V4-Flash; compress ratios of
-the layers, RoPE scaling and the format of the stored experts are not among those defaults and follow the released
+The sizes are the defaults of AutoModel 0.7.0's `DeepseekV4Config`, which describes DeepSeek-V4-Flash; compress ratios
+of the layers, RoPE scaling and the format of the stored experts are not among those defaults and follow the released
 `config.json`. Nothing here imports torch.
 """
 

@@ -1,7 +1,7 @@
 """Whether this process can run the dispatcher of `backend.dispatcher`; asked when a worker starts, before any weight.
 
-AutoModel 0.7.0 imports the libraries behind its dispatchers lazily and goes on without them, so that a missing one shows
-up minutes later as a call of `None`, or not at all. What each needs, from AutoModel's `moe/megatron/fused_a2a.py` and the
+AutoModel 0.7.0 imports the libraries behind its dispatchers lazily and goes on without them: a missing one shows up
+minutes later as a call of `None`, or not at all. What each needs, from AutoModel's `moe/megatron/fused_a2a.py` and the
 libraries' own documentation:
 
 | dispatcher | library | GPU | beyond one node |
@@ -30,8 +30,8 @@ TORCH_DISPATCH_RANKS = 8
 NVLINK_DOMAIN_VARIABLE = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 KEY = "policy.dtensor_cfg.automodel_kwargs.backend.dispatcher"
 INSTALL = {
-    "deepep": "build DeepEP with NVSHMEM from github.com/deepseek-ai/DeepEP (its README, `pip install .` in a checkout) "
-    "into the training environment",
+    "deepep": "build DeepEP with NVSHMEM from github.com/deepseek-ai/DeepEP (its README; `pip install .` in a checkout)"
+    " into the training environment",
     "hybridep": "build the hybrid-ep branch of github.com/deepseek-ai/DeepEP (`pip install .` in a checkout; "
     "HYBRID_EP_MULTINODE=1 for several NVLink domains) into the training environment",
     "uccl_ep": "install UCCL's expert-parallel part from github.com/uccl-project/uccl (directory ep) into the training "
@@ -87,8 +87,8 @@ def check_dispatcher(backend: Mapping[str, Any], *, ranks: int, gpus_per_node: i
         raise UserError(f"{KEY} is {name} with expert_parallel_size {ranks}; it needs 2 ranks or more, use torch")
     if backend.get("experts") not in ("torch_mm", "te"):
         raise UserError(
-            f"backend.experts is {backend.get('experts')!r} with {KEY} {name}: AutoModel would take TransformerEngine's; "
-            "wanted torch_mm or te"
+            f"backend.experts is {backend.get('experts')!r} with {KEY} {name}: AutoModel would take "
+            "TransformerEngine's; wanted torch_mm or te"
         )
     _check_gpu(name, spans_nodes)
     check = {"deepep": _check_deepep, "hybridep": _check_hybridep, "uccl_ep": _check_uccl}[name]
@@ -183,14 +183,15 @@ def _check_hybridep(ranks: int, gpus_per_node: int, spans_nodes: bool) -> tuple[
         return "deep_ep", version
     if text is None:
         raise UserError(
-            f"{KEY} is hybridep with {ranks} ranks on nodes of {gpus_per_node} GPUs, and {NVLINK_DOMAIN_VARIABLE} is not "
-            "set; put the number of these ranks that share one NVLink domain into policy.dtensor_cfg.env_vars (8 for "
-            "separate 8-GPU nodes)"
+            f"{KEY} is hybridep with {ranks} ranks on nodes of {gpus_per_node} GPUs, and {NVLINK_DOMAIN_VARIABLE} is "
+            "not set; put the number of these ranks that share one NVLink domain into policy.dtensor_cfg.env_vars (8 "
+            "for separate 8-GPU nodes)"
         )
     domain = int(text) if text.isdigit() else 0
     if domain < 1 or ranks % domain:
         raise UserError(
-            f"{NVLINK_DOMAIN_VARIABLE} is {text!r}; wanted a divisor of policy.dtensor_cfg.expert_parallel_size = {ranks}"
+            f"{NVLINK_DOMAIN_VARIABLE} is {text!r}; wanted a divisor of "
+            f"policy.dtensor_cfg.expert_parallel_size = {ranks}"
         )
     return "deep_ep", version
 
