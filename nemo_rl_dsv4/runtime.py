@@ -270,6 +270,7 @@ def policy_spec(config: MasterConfig, checkpoint: Path) -> PolicySpec:
         activation_checkpointing=layout.activation_checkpointing,
         config_overrides=dict(policy.hf_config_overrides),
         keep_reference=config.loss_fn.reference_policy_kl_penalty != 0,
+        logprob_chunk_size=policy.logprob_chunk_size,
     )
 
 

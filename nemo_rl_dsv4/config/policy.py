@@ -164,7 +164,7 @@ class Policy(Section):
     logprob_batch_size: Positive = 1
     """Sequences of one scoring pass on one data-parallel rank."""
     logprob_chunk_size: Positive | None = None
-    """Positions whose logits exist at once when scoring; null for all."""
+    """Positions whose logits over the vocabulary exist at once, in scoring and in training; null for all."""
     offload_optimizer_for_logprob: bool = False
     """Move optimizer state to host memory while scoring."""
     max_total_sequence_length: Positive = 512

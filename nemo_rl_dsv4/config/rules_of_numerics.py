@@ -71,7 +71,6 @@ def check_available(config: MasterConfig) -> None:
         return
     ignored = {
         "policy.offload_optimizer_for_logprob": policy.offload_optimizer_for_logprob,
-        "policy.logprob_chunk_size": policy.logprob_chunk_size is not None,
         "policy.dtensor_cfg.clear_cache_every_n_steps": policy.dtensor_cfg.clear_cache_every_n_steps is not None,
         "policy.dtensor_cfg.env_vars": bool(policy.dtensor_cfg.env_vars),
     }

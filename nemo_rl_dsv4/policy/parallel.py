@@ -93,10 +93,13 @@ class _GatherAlongDim(torch.autograd.Function):
         return total.narrow(ctx.dim, start, ctx.length).contiguous(), None, None
 
 
+def gather_along_dim(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's `tensor` of `group`, concatenated along `dim` in rank order; differentiable."""
+    return _GatherAlongDim.apply(tensor, dim % tensor.ndim, group)
+
+
 def _cp_all_gather(tensor: torch.Tensor, *, dim: int, cp_group: Any) -> torch.Tensor:
-    if not v4_cp.dsv4_cp_enabled(cp_group):
-        return tensor
-    return _GatherAlongDim.apply(tensor, dim % tensor.ndim, cp_group)
+    return gather_along_dim(tensor, dim, cp_group) if v4_cp.dsv4_cp_enabled(cp_group) else tensor
 
 
 def _apply_cp(model: torch.nn.Module, cp_mesh: DeviceMesh, cp_comm_type: str = "p2p") -> None:

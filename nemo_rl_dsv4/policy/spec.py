@@ -34,6 +34,7 @@ class PolicySpec:
         precision: `float32` or `bfloat16`.
         backend: AutoModel backend fields.
         config_overrides: values that replace those of the checkpoint's config.json.
+        logprob_chunk_size: positions whose logits exist at once; None for all.
         keep_reference: keep the initial weights for a KL penalty.
     """
 
@@ -53,6 +54,7 @@ class PolicySpec:
     keep_reference: bool = False
     hf_config: Mapping[str, Any] | None = None
     seed: int = 0
+    logprob_chunk_size: int | None = None
 
 
 def check_checkpoint_fits(checkpoint: Path, hf_config: Mapping[str, Any], spec: PolicySpec) -> None:
@@ -119,4 +121,5 @@ def build_worker(spec: PolicySpec) -> PolicyWorker:
         max_grad_norm=spec.max_grad_norm,
         activation_checkpointing=spec.activation_checkpointing,
         keep_reference=spec.keep_reference,
+        logprob_chunk_size=spec.logprob_chunk_size,
     )

@@ -17,17 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.qat import InstallReport, install_fake_quant, invalidate_rounded_weights
+from nemo_rl_dsv4.model.token_logprobs import install_scoring_head, scoring
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
+from nemo_rl_dsv4.policy.layout import DOCUMENT_MULTIPLE, plain_layout
 from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
 from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler
-from nemo_rl_dsv4.policy.parallel import Meshes, _GatherAlongDim, average_gradients, parallelize
+from nemo_rl_dsv4.policy.parallel import Meshes, average_gradients, parallelize
 from nemo_rl_dsv4.policy.training_state import load_training_state, save_training_state
 
 LossFn = Callable[..., tuple[torch.Tensor, dict[str, float]]]
 Batch = dict[str, torch.Tensor]
-
-CP_LOCAL_MULTIPLE = 128
-"""Context-parallel slices are multiples of this, so that no compressor window (128 tokens) crosses a rank."""
 
 
 class PolicyWorker:
@@ -45,6 +44,8 @@ class PolicyWorker:
         max_grad_norm: clipping threshold, None for no clipping.
         activation_checkpointing: recompute activations in the backward pass.
         keep_reference: keep a copy of the initial weights (this rank's shards) for `get_reference_logprobs`.
+        logprob_chunk_size: positions whose logits over the vocabulary exist at once, in scoring and in training; None
+            for all of a micro-batch.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class PolicyWorker:
         max_grad_norm: float | None = 1.0,
         activation_checkpointing: bool = False,
         keep_reference: bool = False,
+        logprob_chunk_size: int | None = None,
     ) -> None:
         self.meshes = meshes
         self.rounding: InstallReport | None = None
         if any(fake_quant.values()):
             self.rounding = install_fake_quant(model, profile, fake_quant)
+        self.head = install_scoring_head(model, chunk_size=logprob_chunk_size)
         self.model = parallelize(model, meshes, activation_checkpointing=activation_checkpointing)
         self.micro_batch_size, self.logprob_batch_size = micro_batch_size, logprob_batch_size
         self.max_grad_norm = max_grad_norm
@@ -133,28 +136,16 @@ class PolicyWorker:
             dist.all_reduce(count, op=dist.ReduceOp.MAX)
             groups = split_into(groups, int(count))
         cp = self.meshes.sizes.cp
-        return cut_rows(data, groups, multiple=CP_LOCAL_MULTIPLE * cp if cp > 1 else 1)
+        return cut_rows(data, groups, multiple=DOCUMENT_MULTIPLE * cp if cp > 1 else 1)
 
     def _row_logprobs(self, data: Batch) -> torch.Tensor:
-        """Log-probability of token i + 1 at position i, float32 [b, S - 1], with gradient."""
-        ids_bS = data["input_ids"]
-        targets_bS = torch.roll(ids_bS, -1, dims=1)
-        padding_bS = torch.arange(ids_bS.shape[1]).unsqueeze(0) >= data["input_lengths"].unsqueeze(1)
-        kwargs: dict[str, Any] = {}
-        if self.meshes.cp_group is not None:
-            length = ids_bS.shape[1] // self.meshes.sizes.cp
-            start = self.meshes.cp_rank * length
-            local = slice(start, start + length)
-            ids_bS, targets_bS, padding_bS = ids_bS[:, local], targets_bS[:, local], padding_bS[:, local]
-            kwargs = {
-                "_dsv4_cp_group": self.meshes.cp_group,
-                "position_ids": torch.arange(start, start + length).expand(ids_bS.shape[0], -1),
-            }
-        logits_bSV = self.model(ids_bS, padding_mask=padding_bS, **kwargs).logits
-        logprobs_bS = token_logprobs(logits_bSV, targets_bS)
-        if self.meshes.cp_group is not None:
-            logprobs_bS = _GatherAlongDim.apply(logprobs_bS, 1, self.meshes.cp_group)
-        return logprobs_bS[:, :-1]
+        """Log-probability of token i + 1 at position i, float32 [b, S - 1], with gradient; 0 behind a row's end."""
+        ids_bS, lengths_b = data["input_ids"], data["input_lengths"]
+        layout = plain_layout(ids_bS, lengths_b, self.meshes)
+        targets_nT = layout.place(torch.roll(ids_bS, -1, dims=1))
+        with scoring(self.model, targets_nT):
+            logprobs_nT = self.model(**layout.model_inputs(ids_bS)).logits
+        return layout.restore(logprobs_nT)[:, :-1]
 
     # Training -----------------------------------------------------------------------------------------------------
 
@@ -243,10 +234,3 @@ class PolicyWorker:
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def token_logprobs(logits_bSV: torch.Tensor, targets_bS: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each target under float32 softmax of the logits, [b, S]."""
-    logits = logits_bSV.float()
-    chosen = logits.gather(-1, targets_bS.unsqueeze(-1)).squeeze(-1)
-    return chosen - logits.logsumexp(-1)

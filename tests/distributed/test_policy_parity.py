@@ -41,7 +41,7 @@ def groups(cluster):
         group.shutdown()
 
 
-def spec(checkpoint, sizes, *, qat):
+def spec(checkpoint, sizes, *, qat, **changes):
     return PolicySpec(
         checkpoint=str(checkpoint),
         sizes=sizes,
@@ -52,6 +52,7 @@ def spec(checkpoint, sizes, *, qat):
         micro_batch_size=4,
         logprob_batch_size=4,
         optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]}},
+        **changes,
     )
 
 
@@ -96,13 +97,14 @@ def one_process(groups, checkpoint):
 
 @pytest.mark.parametrize("layout", ["replicated2", "dp2", "dp2ep2", "cp2ep2"])
 def test_two_processes_equal_one(groups, checkpoint, one_process, layout):
+    """The one process has the logits of all positions at once, the two those of 48."""
     sizes = {
         "replicated2": ParallelSizes(2, replicate=2),
         "dp2": ParallelSizes(2),
         "dp2ep2": ParallelSizes(2, ep=2),
         "cp2ep2": ParallelSizes(2, cp=2, ep=2),
     }[layout]
-    groups[2].build(spec(checkpoint, sizes, qat=False), global_batch_size=ROWS)
+    groups[2].build(spec(checkpoint, sizes, qat=False, logprob_chunk_size=48), global_batch_size=ROWS)
     found = losses_after(groups[2], rollouts(), SETTINGS)
     torch.testing.assert_close(found["logprobs"], one_process["logprobs"], rtol=0, atol=1e-5)
     torch.testing.assert_close(found["loss"], one_process["loss"], rtol=0, atol=1e-5)

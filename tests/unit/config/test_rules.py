@@ -28,7 +28,6 @@ REFUSED = {
         "reasoning_effort is 'max' with thinking False",
     ),
     "router replay": (["policy.dsv4.router_replay=true"], "router_replay is true, which this version does not have"),
-    "chunked scoring on a CPU": (["policy.logprob_chunk_size=64"], "logprob_chunk_size is set, but training on CPUs"),
     "cp does not divide the processes": ([f"{CP}=2"], f"cpu_processes .* is 1, which {CP} = 2 does not divide"),
     "ep does not divide the processes": ([f"{PROCESSES}=2", f"{EP}=4"], f"is 2, which {EP} = 4 does not divide"),
     "ep does not divide the experts": (

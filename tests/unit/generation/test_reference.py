@@ -11,8 +11,8 @@ from nemo_rl_dsv4.generation.sampling import SamplingParams
 from nemo_rl_dsv4.model.build import build_model
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.qat import SWITCHES, install_fake_quant
+from nemo_rl_dsv4.model.token_logprobs import token_logprobs
 from nemo_rl_dsv4.numerics import get_profile
-from nemo_rl_dsv4.policy.worker import token_logprobs
 from nemo_rl_dsv4.refit import export_weights
 from nemo_rl_dsv4.refit.wire import from_wire, to_wire
 
