@@ -5,9 +5,11 @@ Reads top to bottom: tokenizer and data, processes, checkpoint, policy and rollo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -114,11 +116,31 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
             finished = True
         finally:
             progress_bars.on_phase_end()
+            settle_checkpoint(store, group, finished)
             environment.shutdown()
             if not finished:
                 logger.discard_if_empty()
     report(console, logger, summary, time.monotonic() - started)
     return summary
+
+
+SECONDS_FOR_LAST_CHECKPOINT = 10.0
+"""How long Ctrl-C or SIGTERM waits for a checkpoint that is being written."""
+
+
+def settle_checkpoint(store: CheckpointStore, group: PolicyGroup, finished: bool) -> None:
+    """Before the processes end: let a checkpoint that is being written get done, but after Ctrl-C not for long."""
+    interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
+    try:
+        store.wait(SECONDS_FOR_LAST_CHECKPOINT if interrupted else None)
+    except UserError as error:
+        if finished:
+            raise
+        logging.getLogger(__name__).warning("%s", error)  # what stopped the run is the error to show
+    finally:
+        group.abandon_checkpoint()
+        with contextlib.suppress(UserError):
+            store.wait()
 
 
 EXPECTED_CHANGES = ("grpo.max_num_steps", "grpo.max_num_epochs", "logger.", "checkpointing.", "grpo.val_")

@@ -109,6 +109,8 @@ class Checkpointing(Section):
     """Steps between two checkpoints."""
     checkpoint_must_save_by: str | None = None
     """Wall-clock `DD:HH:MM:SS` after which a last checkpoint is saved and the run ends; null for never."""
+    async_save: bool = True
+    """Train on while a checkpoint's files are written. Each rank holds a copy of its state in memory for that long."""
     model_save_format: Literal["safetensors", "torch_save"] | None = "safetensors"
     """File format of saved weights."""
     save_consolidated: bool = False

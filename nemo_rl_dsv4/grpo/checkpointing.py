@@ -3,28 +3,37 @@
     <folder>/step_12/training_info.json   step, samples, loader and random state, metrics
                      config.yaml          the resolved recipe
                      policy/...           whatever the policy writes
-                     manifest.json        size of every file, and the SHA-256 of those up to 16 MiB
+                     manifest.json        size and SHA-256 of every file
 
 A checkpoint is written to `tmp_step_12`, checked, and renamed; only then are older ones removed. Whatever interrupts
-this leaves the previous checkpoints as they were.
+this leaves the previous checkpoints as they were. With `checkpointing.async_save` the policy only copies its state
+before training goes on; files, hashes and the renaming follow in a thread, one checkpoint at a time.
 """
 
-import hashlib
+import contextlib
 import json
 import logging
-import os
 import shutil
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.grpo.checkpoint_files import (
+    CONFIG,
+    INFO,
+    POLICY,
+    read_checkpoint,
+    sync_folder,
+    write_manifest,
+    write_text,
+)
 from nemo_rl_dsv4.grpo.settings import CheckpointSettings
 
-INFO, CONFIG, MANIFEST, POLICY = "training_info.json", "config.yaml", "manifest.json", "policy"
-HASHED_UP_TO_BYTES = 16 * 2**20
-"""Larger files are checked by size alone: hashing terabytes would take longer than the step."""
+FinishPolicy = Callable[[], Mapping[str, str]]
+"""Waits until a policy's files are complete; returns their SHA-256 by name within the policy's folder."""
 
 log = logging.getLogger(__name__)
 
@@ -49,41 +58,102 @@ class CheckpointStore:
     def __init__(self, folder: Path, settings: CheckpointSettings) -> None:
         self.folder = Path(folder)
         self.settings = settings
+        self._writer: threading.Thread | None = None
+        self._writing: Path | None = None
+        self._failure: BaseException | None = None
 
     def write(
-        self, step: int, info: Mapping[str, Any], save_policy: Callable[[Path], None], config_yaml: str | None = None
+        self,
+        step: int,
+        info: Mapping[str, Any],
+        save_policy: Callable[[Path], FinishPolicy | None],
+        config_yaml: str | None = None,
     ) -> Path:
         """Write `step_<step>`, then remove what `keep_top_k` does not keep.
+
+        A write that is still going on is waited for first. With `async_save` this returns once the policy has copied
+        its state; the folder appears when everything is written, and :meth:`wait` waits for it.
 
         Args:
             step: steps done.
             info: JSON-able content of training_info.json.
-            save_policy: writes the policy into the folder it is given (not made yet).
+            save_policy: writes the policy into the folder it is given (not made yet). It may return before the files
+                are complete, with a function that waits for them.
             config_yaml: content of config.yaml.
 
+        Returns:
+            The folder `step_<step>`.
+
         Raises:
-            UserError: the folder cannot be written (permissions, full disk).
+            UserError: the folder cannot be written (permissions, full disk), now or by the write before this one.
         """
+        self.wait()
         temporary, final = self.folder / f"tmp_step_{step}", self.folder / f"step_{step}"
-        try:
+        info_text = json.dumps(info, indent=1, allow_nan=False)
+        with self._clean_failure(step, temporary):
             self._clean_up()
             temporary.mkdir(parents=True)
-            save_policy(temporary / POLICY)
-            _write_text(temporary / INFO, json.dumps(info, indent=1, allow_nan=False))
-            if config_yaml is not None:
-                _write_text(temporary / CONFIG, config_yaml)
-            _write_text(temporary / MANIFEST, json.dumps(_describe_files(temporary), indent=1))
-            read_checkpoint(temporary)
-            self._move_into_place(temporary, final)
-        except OSError as error:
-            raise UserError(
-                f"cannot write the checkpoint of step {step} to {self.folder}: {error}; "
-                "free space or change checkpointing.checkpoint_dir (earlier checkpoints are untouched)"
-            ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        self._remove_surplus()
+            self._writing = temporary
+            finish = save_policy(temporary / POLICY)
+
+        def complete() -> None:
+            with self._clean_failure(step, temporary):
+                known = {f"{POLICY}/{name}": digest for name, digest in (finish() if finish else {}).items()}
+                write_text(temporary / INFO, info_text)
+                if config_yaml is not None:
+                    write_text(temporary / CONFIG, config_yaml)
+                write_manifest(temporary, known)
+                read_checkpoint(temporary, hashes=False)
+                self._move_into_place(temporary, final)
+                self._writing = None
+                self._remove_surplus()
+
+        if self.settings.async_save:
+            self._writer = threading.Thread(target=self._keep_failure, args=(complete,), name=f"checkpoint-{step}")
+            self._writer.start()
+        else:
+            complete()
         return final
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the write that is going on, if any, is done.
+
+        Args:
+            timeout: seconds; None waits as long as it takes. A write that is not done by then goes on.
+
+        Raises:
+            UserError: it failed, or one that :meth:`raise_failure` has not reported yet did.
+        """
+        if self._writer is not None:
+            self._writer.join(timeout)
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise, once, what went wrong in the background; returns at once otherwise."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _keep_failure(self, complete: Callable[[], None]) -> None:
+        try:
+            complete()
+        except BaseException as error:
+            self._failure = error
+
+    @contextlib.contextmanager
+    def _clean_failure(self, step: int, temporary: Path) -> Iterator[None]:
+        """Whatever goes wrong, no half checkpoint stays; an error of the file system names the key to change."""
+        try:
+            yield
+        except BaseException as error:
+            self._writing = None
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise UserError(
+                    f"cannot write the checkpoint of step {step} to {self.folder}: {error}; "
+                    "free space or change checkpointing.checkpoint_dir (earlier checkpoints are untouched)"
+                ) from error
+            raise
 
     def all(self) -> list[Checkpoint]:
         """Whole checkpoints by step; damaged ones are left out and named in a warning."""
@@ -157,7 +227,7 @@ class CheckpointStore:
         if final.exists():
             final.rename(replaced)
         temporary.rename(final)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _clean_up(self) -> None:
@@ -171,7 +241,8 @@ class CheckpointStore:
             else:
                 replaced.rename(final)
         for leftover in self.folder.glob("tmp_*step_*"):
-            shutil.rmtree(leftover)
+            if leftover != self._writing:
+                shutil.rmtree(leftover)
 
     def _step_folders(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -195,76 +266,6 @@ def latest_of_runs(folder: Path, settings: CheckpointSettings) -> Path:
         if store.all():
             return store.latest()
     raise UserError(f"{folder} holds no run with a whole checkpoint; start without --resume")
-
-
-def read_checkpoint(folder: Path, *, hashes: bool = True) -> dict[str, Any]:
-    """Check a checkpoint against its manifest and return training_info.json.
-
-    Args:
-        folder: a `step_N` folder.
-        hashes: False compares sizes only.
-
-    Raises:
-        UserError: names the file that is missing, truncated or changed.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"checkpoint {folder} does not exist")
-    manifest = _read_json(folder / MANIFEST)
-    for name, wanted in manifest.items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"checkpoint {folder} is damaged: {name} is missing")
-        size = path.stat().st_size
-        if size != wanted["bytes"]:
-            raise UserError(f"checkpoint {folder} is damaged: {name} has {size} bytes, {wanted['bytes']} were written")
-        if hashes and "sha256" in wanted and _sha256(path) != wanted["sha256"]:
-            raise UserError(f"checkpoint {folder} is damaged: the content of {name} is not what was written")
-    return _read_json(folder / INFO)
-
-
-def _describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    described: dict[str, dict[str, Any]] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            size = path.stat().st_size
-            entry: dict[str, Any] = {"bytes": size}
-            if size <= HASHED_UP_TO_BYTES:
-                entry["sha256"] = _sha256(path)
-            described[path.relative_to(folder).as_posix()] = entry
-    return described
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"checkpoint {path.parent} is damaged or no checkpoint: {path.name} is missing") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"checkpoint {path.parent} is damaged: {path.name} is not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"checkpoint {path.parent} is damaged: {path.name} holds no JSON object")
-    return content
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _step_of(folder: Path) -> int:

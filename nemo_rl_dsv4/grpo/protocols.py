@@ -3,7 +3,7 @@
 Batches are dicts of CPU tensors under NeMo-RL's names. B sequences, P prompt length, S sequence length, N new tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,8 +42,12 @@ class Policy(Protocol):
 
     def finish_training(self) -> None: ...
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write weights, optimizer, schedule and random state into `folder`, which does not exist yet."""
+    def save_checkpoint(self, folder: Path) -> Callable[[], Mapping[str, str]] | None:
+        """Write weights, optimizer, schedule and random state into `folder`, which does not exist yet.
+
+        May return as soon as the state is copied, with a function that waits until the files are complete and returns
+        the SHA-256 of those it knows, by name within `folder`. None: everything is written.
+        """
         ...
 
     def load_checkpoint(self, folder: Path) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.grpo.checkpointing import POLICY, CheckpointStore, read_checkpoint
+from nemo_rl_dsv4.grpo.checkpoint_files import POLICY, read_checkpoint
+from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore
 from nemo_rl_dsv4.grpo.protocols import Loader, Policy
-from nemo_rl_dsv4.grpo.rng import restore_rng_state, rng_state
 from nemo_rl_dsv4.grpo.settings import TrainerSettings
+from nemo_rl_dsv4.utils.random_state import restore_rng_state, rng_state
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +74,14 @@ def restore(
     missing = [key for key in ("step", "consumed_samples", "total_valid_tokens", "loader", "rng") if key not in info]
     if missing:
         raise UserError(f"checkpoint {resume_from} is not of this trainer: training_info.json lacks {missing}")
+    for key, kind in (("step", int), ("consumed_samples", int), ("loader", dict), ("rng", dict)):
+        if not isinstance(info[key], kind) or isinstance(info[key], bool):
+            raise UserError(
+                f"checkpoint {resume_from} is damaged: {key} in training_info.json is {type(info[key]).__name__}; "
+                f"wanted {kind.__name__}. Resume from another checkpoint"
+            )
     loader.load_state_dict(info["loader"])
     policy.load_checkpoint(Path(resume_from) / POLICY)
-    restore_rng_state(info["rng"])
+    restore_rng_state(info["rng"], f"the random state in {resume_from}/training_info.json")
     log.info("resuming after step %d from %s", info["step"], resume_from)
     return TrainingState(info["step"], info["consumed_samples"], info["total_valid_tokens"])

@@ -213,6 +213,8 @@ class CheckpointSettings:
     """None keeps all; the newest is always kept."""
     checkpoint_must_save_by: str | None = None
     """Wall-clock `DD:HH:MM:SS` since the start by which a last checkpoint must be written and the run ends."""
+    async_save: bool = True
+    """True: training goes on while files are written; the state is copied first."""
 
     @property
     def seconds_to_save_by(self) -> float | None:

@@ -110,6 +110,8 @@ def grpo_train(
         summary.stop_reason = target_reached(summary.last_validation, settings)
 
     while not summary.stop_reason:
+        if checkpoints is not None:
+            checkpoints.raise_failure()
         phases.start_step()
         step = state.step + 1
         rollout.refit()
@@ -162,6 +164,8 @@ def grpo_train(
         logger.log_step(step, logged)
         phases.finish_step(step, logged)
 
+    if checkpoints is not None:
+        checkpoints.wait()
     summary.seconds = time.monotonic() - started
     return summary
 

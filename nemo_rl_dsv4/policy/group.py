@@ -9,8 +9,9 @@ Invariants:
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, get, kill
 if TYPE_CHECKING:
     from nemo_rl_dsv4.policy.spec import PolicySpec
     from nemo_rl_dsv4.refit.wire import Shipment
+
+SECONDS_BETWEEN_POLLS = 0.1
+"""How often a rank is asked whether its checkpoint files are complete."""
 
 
 @ray.remote
@@ -74,9 +78,14 @@ class PolicyActor:
         state = self.worker.full_state_dict()
         return state if self.rank == 0 else None
 
-    def save_checkpoint(self, folder: str) -> None:
-        """See `PolicyWorker.save_checkpoint`."""
-        self.worker.save_checkpoint(folder)
+    def start_checkpoint(self, folder: str) -> None:
+        """See `PolicyWorker.start_checkpoint`."""
+        self.worker.start_checkpoint(folder)
+
+    def finish_checkpoint(self) -> dict[str, str] | None:
+        """SHA-256 of this rank's files by name, or None while they are being written. Does not wait."""
+        writer = self.worker.state_writer
+        return writer.wait() if writer.done() else None
 
     def load_checkpoint(self, folder: str) -> None:
         """See `PolicyWorker.load_checkpoint`."""
@@ -94,6 +103,7 @@ class PolicyGroup:
 
     def __init__(self, world: int) -> None:
         self.world = world
+        self._stopped = threading.Event()
         self._rendezvous = tempfile.TemporaryDirectory(prefix="nemo-rl-dsv4-")
         init_method = f"file://{self._rendezvous.name}/rendezvous"
         self.actors = [
@@ -196,16 +206,41 @@ class PolicyGroup:
     def finish_training(self) -> None:
         """Nothing to put to sleep on a CPU."""
 
-    def save_checkpoint(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule into `folder`."""
-        get([actor.save_checkpoint.remote(str(Path(folder).resolve())) for actor in self.actors])
+    def save_checkpoint(self, folder: Path) -> Callable[[], dict[str, str]]:
+        """Copy weights, optimizer, schedule and random state on every rank, and begin to write them into `folder`.
+
+        Returns:
+            A function that waits until every rank's files are complete, and returns their SHA-256 by name. Other calls
+            may be made meanwhile, from other threads too: ranks are asked, never held up.
+        """
+        get([actor.start_checkpoint.remote(str(Path(folder).resolve())) for actor in self.actors])
+
+        def finish() -> dict[str, str]:
+            digests: dict[str, str] = {}
+            for actor in self.actors:
+                while not self._stopped.is_set():
+                    found = get([actor.finish_checkpoint.remote()])[0]
+                    if found is not None:
+                        digests |= found
+                        break
+                    self._stopped.wait(SECONDS_BETWEEN_POLLS)
+                else:
+                    raise UserError(f"{folder} was not complete when the run was stopped; it is removed")
+            return digests
+
+        return finish
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what `save_checkpoint` wrote."""
         get([actor.load_checkpoint.remote(str(Path(folder).resolve())) for actor in self.actors])
 
+    def abandon_checkpoint(self) -> None:
+        """Give up a checkpoint that is being written: whoever waits for it gets a `UserError`. Ends checkpointing."""
+        self._stopped.set()
+
     def shutdown(self) -> None:
         """End the processes and remove the rendezvous file."""
+        self.abandon_checkpoint()
         kill(self.actors)
         self._rendezvous.cleanup()
 

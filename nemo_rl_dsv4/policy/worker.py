@@ -23,7 +23,7 @@ from nemo_rl_dsv4.policy.layout import DOCUMENT_MULTIPLE, plain_layout
 from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
 from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler
 from nemo_rl_dsv4.policy.parallel import Meshes, average_gradients, parallelize
-from nemo_rl_dsv4.policy.training_state import load_training_state, save_training_state
+from nemo_rl_dsv4.policy.training_state import TrainingStateWriter, load_training_state
 
 LossFn = Callable[..., tuple[torch.Tensor, dict[str, float]]]
 Batch = dict[str, torch.Tensor]
@@ -74,6 +74,7 @@ class PolicyWorker:
         self.max_grad_norm = max_grad_norm
         self.optimizer = build_optimizer(self.model.parameters(), optimizer["name"], optimizer["kwargs"])
         self.scheduler = build_scheduler(self.optimizer, scheduler)
+        self.state_writer = TrainingStateWriter()
         self.reference = [_local(p).detach().clone() for p in self.model.parameters()] if keep_reference else None
         self.model.train()
 
@@ -220,7 +221,12 @@ class PolicyWorker:
 
     def save_checkpoint(self, folder: str) -> None:
         """Write model, optimizer and schedule; see :mod:`nemo_rl_dsv4.policy.training_state`. Collective."""
-        save_training_state(self.model, self.optimizer, self.scheduler, folder)
+        self.start_checkpoint(folder)
+        self.state_writer.wait()
+
+    def start_checkpoint(self, folder: str) -> None:
+        """Copy the state and begin to write it; `state_writer` tells when it is done. Collective."""
+        self.state_writer.start(self.model, self.optimizer, self.scheduler, folder)
 
     def load_checkpoint(self, folder: str) -> None:
         """Restore what `save_checkpoint` wrote, at the same or another parallel size. Collective.

@@ -1,6 +1,8 @@
+import hashlib
 import json
 import logging
 import random
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +10,10 @@ import pytest
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore, latest_of_runs, read_checkpoint
-from nemo_rl_dsv4.grpo.rng import restore_rng_state, rng_state
+from nemo_rl_dsv4.grpo.checkpoint_files import read_checkpoint
+from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore, latest_of_runs
 from nemo_rl_dsv4.grpo.settings import CheckpointSettings
+from nemo_rl_dsv4.utils.random_state import restore_rng_state, rng_state, seed_all
 
 
 def write(store: CheckpointStore, step: int, **info) -> Path:
@@ -18,7 +21,9 @@ def write(store: CheckpointStore, step: int, **info) -> Path:
         (folder / "weights").mkdir(parents=True)
         (folder / "weights" / "part.bin").write_bytes(bytes([step]) * 1000)
 
-    return store.write(step, {"step": step, **info}, save, config_yaml=f"step: {step}\n")
+    folder = store.write(step, {"step": step, **info}, save, config_yaml=f"step: {step}\n")
+    store.wait()
+    return folder
 
 
 def steps(folder: Path) -> list[str]:
@@ -44,6 +49,7 @@ def test_write_and_read_back(tmp_path):
         (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is not JSON"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda f: (f / "manifest.json").write_text("[]"), "holds no JSON object"),
+        (lambda f: (f / "manifest.json").write_text('{"training_info.json": 5}'), "has no size of training_info.json"),
     ],
 )
 def test_damage_is_named_and_the_previous_checkpoint_is_used(tmp_path, caplog, damage, message):
@@ -167,3 +173,101 @@ def test_random_state_round_trips_through_json():
 def test_bad_settings_are_named(values):
     with pytest.raises(UserError, match=next(iter(values))):
         CheckpointSettings(**values)
+
+
+def test_training_goes_on_while_files_are_written(tmp_path):
+    """The write returns with the state copied; the folder appears when it is whole; the next write waits its turn."""
+    store = CheckpointStore(tmp_path, CheckpointSettings(async_save=True, keep_top_k=1))
+    write(store, 1)
+    release, order = threading.Event(), []
+
+    def save(folder: Path):
+        folder.mkdir()
+
+        def finish() -> dict[str, str]:
+            release.wait(20)
+            (folder / "part.bin").write_bytes(b"late")
+            order.append("first written")
+            return {"part.bin": hashlib.sha256(b"late").hexdigest()}
+
+        return finish
+
+    assert store.write(2, {"step": 2}, save) == tmp_path / "step_2"
+    assert [checkpoint.step for checkpoint in store.all()] == [1], "half a checkpoint does not count, and is left alone"
+    assert steps(tmp_path) == ["step_1", "tmp_step_2"]
+    threading.Timer(0.1, release.set).start()
+    store.write(3, {"step": 3}, lambda folder: order.append("second begun") or folder.mkdir())
+    store.wait()
+    assert order == ["first written", "second begun"]
+    assert steps(tmp_path) == ["step_3"]
+
+
+def test_a_failure_in_the_background_surfaces_once(tmp_path):
+    """A full disk while training goes on: told at the next look, nothing half-written, earlier checkpoints stay."""
+    store = CheckpointStore(tmp_path, CheckpointSettings(async_save=True))
+    write(store, 1)
+
+    def save(folder: Path):
+        def finish():
+            raise OSError(28, "No space left on device")
+
+        return finish
+
+    store.write(2, {"step": 2}, save)
+    with pytest.raises(UserError, match=r"cannot write the checkpoint of step 2 .*No space left"):
+        store.wait()
+    store.raise_failure()
+    assert steps(tmp_path) == ["step_1"]
+    store.write(3, {"step": 3}, save)
+    with pytest.raises(UserError, match="step 3"):
+        store.write(4, {"step": 4}, lambda folder: folder.mkdir())
+    write(store, 4)
+    assert store.latest() == tmp_path / "step_4"
+
+
+def test_one_changed_byte_of_a_large_file_is_found(tmp_path):
+    """Files above 16 MiB used to be checked by size alone."""
+    store = CheckpointStore(tmp_path, CheckpointSettings())
+
+    def save(folder: Path) -> None:
+        folder.mkdir()
+        with (folder / "large.bin").open("wb") as file:
+            file.truncate(17 * 2**20)
+
+    store.write(1, {"step": 1}, save)
+    store.wait()
+    read_checkpoint(tmp_path / "step_1")
+    with (tmp_path / "step_1/policy/large.bin").open("r+b") as file:
+        file.seek(9 * 2**20)
+        file.write(b"x")
+    with pytest.raises(UserError, match=r"content of policy/large.bin"):
+        read_checkpoint(tmp_path / "step_1")
+
+
+def test_a_digest_given_by_the_writer_is_what_is_checked(tmp_path):
+    """Ranks hash what they wrote; a file that changed on its way to the disk does not match."""
+    store = CheckpointStore(tmp_path, CheckpointSettings())
+
+    def save(folder: Path):
+        folder.mkdir()
+        (folder / "part.bin").write_bytes(b"on disk")
+        return lambda: {"part.bin": hashlib.sha256(b"in memory").hexdigest()}
+
+    store.write(1, {"step": 1}, save)
+    store.wait()
+    with pytest.raises(UserError, match=r"content of policy/part.bin"):
+        read_checkpoint(tmp_path / "step_1")
+
+
+def test_damaged_random_state_is_one_clear_error():
+    for damage in ({}, {"python": 5}, {**rng_state(), "torch": "AAAA"}, {**rng_state(), "numpy": [1, 2, 3]}):
+        with pytest.raises(UserError, match=r"random state cannot be restored .*another checkpoint"):
+            restore_rng_state(damage)
+
+
+def test_seeds_of_ranks_differ_and_repeat():
+    draws = []
+    for rank in (0, 1, 1):
+        seed_all("state", rank)
+        draws.append((random.random(), float(np.random.rand()), torch.rand(1).item()))
+    assert draws[1] == draws[2] and draws[0] != draws[1]

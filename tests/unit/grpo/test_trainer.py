@@ -16,7 +16,8 @@ from grpo_toy import (
 )
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore, read_checkpoint
+from nemo_rl_dsv4.grpo.checkpoint_files import read_checkpoint
+from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore
 from nemo_rl_dsv4.grpo.phases import Phases
 from nemo_rl_dsv4.grpo.settings import (
     AdvantageSettings,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ from nemo_rl_dsv4.numerics import get_profile
 from nemo_rl_dsv4.policy.parallel import Meshes, ParallelSizes
 from nemo_rl_dsv4.policy.worker import PolicyWorker
 from nemo_rl_dsv4.tiny.demonstrations import DemonstrationLoss
+from nemo_rl_dsv4.utils.file_digest import sha256_of
 
 
 @pytest.fixture
@@ -45,6 +49,10 @@ def batch(rows=6, width=24):
         "token_mask": (inside & (torch.arange(width) >= 5)).float(),
         "sample_mask": torch.ones(rows),
     }
+
+
+def draw_numbers():
+    return random.random(), float(np.random.rand()), torch.rand(1).item()
 
 
 def train(worker, data):
@@ -119,10 +127,15 @@ def test_a_restored_worker_goes_on_bitwise(small_config, tmp_path, ratios):
     small_config["compress_ratios"] = ratios
     worker, data = make_worker(small_config, qat=True), batch()
     train(worker, data)
-    worker.save_checkpoint(str(tmp_path / "saved"))
-    expected = [train(worker, data)["loss"] for _ in range(2)]
+    worker.start_checkpoint(str(tmp_path / "saved"))
+    numbers = draw_numbers()
+    expected = [train(worker, data)["loss"] for _ in range(2)]  # the state was copied: this does not reach the files
+    digests = worker.state_writer.wait()
+    assert worker.state_writer.done() and worker.state_writer.wait() == {}
+    assert digests == {path.name: sha256_of(path) for path in (tmp_path / "saved").iterdir()}
     again = make_worker(small_config, qat=True)
     again.load_checkpoint(str(tmp_path / "saved"))
+    assert draw_numbers() == numbers
     assert [train(again, data)["loss"] for _ in range(2)] == expected
 
 
@@ -135,3 +148,6 @@ def test_a_damaged_checkpoint_is_refused(small_config, tmp_path):
     data_file.write_bytes(data_file.read_bytes()[:1000])
     with pytest.raises(UserError, match="cannot be restored"):
         worker.load_checkpoint(str(tmp_path / "saved"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write the training state .*checkpointing.checkpoint_dir"):
+        worker.save_checkpoint(str(tmp_path / "file" / "below"))
