@@ -33,6 +33,7 @@ from nemo_rl_dsv4.model.hf_config import read_config
 from nemo_rl_dsv4.policy.group import PolicyGroup
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec
+from nemo_rl_dsv4.routes import RouterMode
 from nemo_rl_dsv4.utils.console import RunConsole, make_console, print_summary
 from nemo_rl_dsv4.utils.progress import progress
 from nemo_rl_dsv4.utils.run_folder import CONFIG_FILE, checkpoint_folder
@@ -293,7 +294,15 @@ def policy_spec(config: MasterConfig, checkpoint: Path) -> PolicySpec:
         config_overrides=dict(policy.hf_config_overrides),
         keep_reference=config.loss_fn.reference_policy_kl_penalty != 0,
         logprob_chunk_size=policy.logprob_chunk_size,
+        router=router_mode(config),
     )
+
+
+def router_mode(config: MasterConfig) -> RouterMode:
+    """What training does with the experts of the rollout; `OWN` also means that the engine records none."""
+    if config.policy.dsv4.router_replay:
+        return RouterMode.REPLAY
+    return RouterMode.COMPARE if config.policy.dsv4.router_overlap_metrics else RouterMode.OWN
 
 
 def reference_spec(config: MasterConfig, checkpoint: Path) -> ReferenceSpec:
@@ -308,6 +317,7 @@ def reference_spec(config: MasterConfig, checkpoint: Path) -> ReferenceSpec:
         experts=cfg.experts,
         num_threads=cfg.num_threads,
         max_length=config.policy.max_total_sequence_length,
+        capture_routes=router_mode(config) is not RouterMode.OWN,
     )
 
 

@@ -125,7 +125,9 @@ class DSV4(Section):
     fake_quant: FakeQuant = FakeQuant()
     """Exceptions to what `train_mode` rounds."""
     router_replay: bool = False
-    """Train with the experts that the rollout chose."""
+    """Train, and compute logprobs, with the experts that the rollout chose."""
+    router_overlap_metrics: bool = False
+    """Record the rollout's experts and log how far the trainer's own choices agree, also without replay."""
     cpu_processes: Positive = 1
     """Policy processes when `cluster.gpus_per_node` is 0."""
     gpu: GpuName | None = None

@@ -35,13 +35,20 @@ def check_numerics(config: MasterConfig) -> None:
     )
 
 
+def check_routes(config: MasterConfig) -> None:
+    """An engine that is asked for its routes returns them."""
+    dsv4, generation = config.policy.dsv4, config.policy.generation
+    asking = [key for key in ("router_replay", "router_overlap_metrics") if getattr(dsv4, key)]
+    require(
+        not asking or generation.backend != "vllm" or generation.vllm_cfg.enable_return_routed_experts,
+        f"policy.dsv4.{' and '.join(asking)} needs the rollout's experts, but "
+        "policy.generation.vllm_cfg.enable_return_routed_experts is false; set it to true",
+    )
+
+
 def check_available(config: MasterConfig) -> None:
     """What the schema knows but this version cannot do is refused rather than ignored."""
     policy = config.policy
-    require(
-        not policy.dsv4.router_replay,
-        "policy.dsv4.router_replay is true, which this version does not have; set it to false",
-    )
     require(
         policy.dsv4.rollout_profile != "deepseek-reference",
         "policy.dsv4.rollout_profile is deepseek-reference, whose FP4 indexer with a Hadamard transform is a table "

@@ -11,7 +11,7 @@ from nemo_rl_dsv4.config.rules_of_layout import (
     check_model,
     check_rollout_layout,
 )
-from nemo_rl_dsv4.config.rules_of_numerics import check_available, check_hardware, check_numerics
+from nemo_rl_dsv4.config.rules_of_numerics import check_available, check_hardware, check_numerics, check_routes
 from nemo_rl_dsv4.config.rules_of_run import check_algorithm, check_data, check_outputs, check_scheduler, check_trackers
 from nemo_rl_dsv4.config.runtime_choice import Runtime, choose_runtime
 
@@ -33,6 +33,7 @@ def validate(config: MasterConfig, *, runs_here: bool = True) -> Runtime:
         check_batches,
         check_lengths,
         check_numerics,
+        check_routes,
         check_available,
         check_hardware,
         check_dispatch,

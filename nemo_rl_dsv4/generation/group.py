@@ -15,6 +15,7 @@ import ray
 import torch
 
 from nemo_rl_dsv4.generation.sampling import SamplingParams
+from nemo_rl_dsv4.routes import ROUTED_EXPERTS, pack_routes
 from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, get, kill
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class ReferenceSpec:
         experts: transformers' implementation of the expert products.
         num_threads: torch threads of the process.
         max_length: most tokens of prompt and response together; None for the model's limit.
+        capture_routes: record and return the experts of every token.
     """
 
     hf_config: Mapping[str, Any]
@@ -44,6 +46,7 @@ class ReferenceSpec:
     experts: str = "eager"
     num_threads: int = 1
     max_length: int | None = None
+    capture_routes: bool = False
 
 
 @ray.remote
@@ -69,6 +72,7 @@ class ReferenceActor:
             experts=spec.experts,
             max_length=spec.max_length,
             decode=decode,
+            capture_routes=spec.capture_routes,
         )
         return self.engine.rounded_sites
 
@@ -117,7 +121,7 @@ class ReferenceGeneration:
 
     def build(self, spec: ReferenceSpec) -> dict[str, int]:
         """Build every engine; return the rounded sites of one."""
-        self.batch_size = spec.batch_size
+        self.batch_size, self.capture_routes = spec.batch_size, spec.capture_routes
         return get([actor.build.remote(spec) for actor in self.actors])[0]
 
     def update_weights(self, stream: Any) -> dict[str, float]:
@@ -152,7 +156,8 @@ class ReferenceGeneration:
 
         Returns:
             `output_ids` int64 [B, P + N], `generation_lengths`, `unpadded_sequence_lengths` int64 [B], `logprobs`
-            float32 [B, P + N] (0 outside the response), `truncated` bool [B].
+            float32 [B, P + N] (0 outside the response), `truncated` bool [B]. If the engines record routes, also
+            `routed_experts` int16 [B, P + N, L, K], -1 on the last token of a row and behind it.
         """
         params = replace(self.params, **sampling)
         if greedy:
@@ -193,13 +198,17 @@ class ReferenceGeneration:
             output_ids[row, :start] = data["input_ids"][row, :start]
             output_ids[row, start : start + count] = torch.tensor(completion.tokens)
             logprobs[row, start : start + count] = torch.tensor(completion.logprobs)
-        return {
+        output = {
             "output_ids": output_ids,
             "generation_lengths": generated,
             "unpadded_sequence_lengths": lengths + generated,
             "logprobs": logprobs,
             "truncated": torch.tensor([completion.truncated for completion in done]),
         }
+        if self.capture_routes:
+            routes = [completion.routed_experts for completion in done]
+            output[ROUTED_EXPERTS] = pack_routes(routes, (lengths + generated).tolist(), width + new_tokens)
+        return output
 
     def shutdown(self) -> None:
         """End the processes."""

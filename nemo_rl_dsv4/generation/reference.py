@@ -21,6 +21,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.rounding import install_rollout_rounding
+from nemo_rl_dsv4.generation.route_capture import RouteCapture
 from nemo_rl_dsv4.generation.sampling import SamplingParams, request_uniforms, sample_tokens, token_logprobs
 from nemo_rl_dsv4.model.checkpoint_format import transformers_config
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
@@ -36,11 +37,14 @@ class Completion:
         tokens: sampled ids, stop token included.
         logprobs: float32, one per sampled id, of the raw logits.
         truncated: the length limit ended it, not a stop.
+        routed_experts: int16 [tokens - 1, layers, top-k], the experts that every layer gave to each token of prompt
+            and response but the last, which is never fed back; None where the engine does not record them.
     """
 
     tokens: list[int]
     logprobs: list[float]
     truncated: bool
+    routed_experts: torch.Tensor | None = None
 
 
 class ReferenceEngine:
@@ -54,6 +58,7 @@ class ReferenceEngine:
         experts: transformers' implementation of the expert products.
         max_length: most tokens of prompt and response together; a response is cut there. None for the model's limit.
         decode: token ids -> text, needed only for stop strings.
+        capture_routes: record the experts that every token was given.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class ReferenceEngine:
         experts: str = "eager",
         max_length: int | None = None,
         decode: Callable[[list[int]], str] | None = None,
+        capture_routes: bool = False,
     ) -> None:
         config = transformers_config(dict(hf_config))
         config._attn_implementation = "eager"
@@ -76,6 +82,7 @@ class ReferenceEngine:
         self.max_length = min(int(config.max_position_embeddings), max_length or int(config.max_position_embeddings))
         self.model = hf.DeepseekV4ForCausalLM(config).float().eval().requires_grad_(False)
         self.rounded_sites = install_rollout_rounding(self.model, profile)
+        self.route_capture = RouteCapture(self.model) if capture_routes else None
         self.has_weights = False
 
     def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]]) -> RefitReport:
@@ -171,6 +178,8 @@ class ReferenceEngine:
         stopped_B = torch.zeros(batch, dtype=torch.bool)
         rows = torch.arange(batch)
 
+        if self.route_capture is not None:
+            self.route_capture.start()
         cache = DynamicCache(config=self.config)
         position, inputs = shortest, tokens_BT[:, :shortest]
         while True:
@@ -193,11 +202,13 @@ class ReferenceEngine:
                 break
             inputs = tokens_BT[:, position : position + 1]
             position += 1
+        routes_BTLK = None if self.route_capture is None else self.route_capture.take(batch)
         return [
             Completion(
                 tokens_BT[i, lengths[i] : lengths[i] + count_B[i]].tolist(),
                 logprobs_BN[i, : count_B[i]].tolist(),
                 not bool(stopped_B[i]),
+                None if routes_BTLK is None else routes_BTLK[i, : lengths[i] + count_B[i] - 1].clone(),
             )
             for i in range(batch)
         ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_dsv4.grpo.reductions import combined_mask
-from nemo_rl_dsv4.grpo.router import MISSING_EXPERT
+from nemo_rl_dsv4.routes import MISSING_EXPERT
 
 Batch = dict[str, Tensor]
 

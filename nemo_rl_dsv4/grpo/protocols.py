@@ -16,10 +16,7 @@ class Policy(Protocol):
     """The model being trained, on however many ranks."""
 
     def get_logprobs(self, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """`logprobs` float32 [B, S]: log-probability of token i at position i, 0 at position 0.
-
-        May add `routed_experts` [B, S, L, K], the experts this forward chose.
-        """
+        """`logprobs` float32 [B, S]: log-probability of token i at position i, 0 at position 0."""
         ...
 
     def get_reference_policy_logprobs(self, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -30,7 +27,9 @@ class Policy(Protocol):
         """Update the weights on `data`, in global batches of `policy.train_global_batch_size`.
 
         Returns `loss`, `grad_norm` (float or tensor, one per update), `all_mb_metrics`: name -> list over micro-batches
-        and ranks of what the loss returned (see :func:`nemo_rl_dsv4.grpo.metrics.collect_micro_batches`), and `lr`.
+        and ranks of what the loss returned (see :func:`nemo_rl_dsv4.grpo.metrics.collect_micro_batches`), and `lr`. A
+        policy that replays or compares `routed_experts` adds `router`: how far its own choices agree with them
+        (:class:`nemo_rl_dsv4.routes.RouterTally`).
         """
         ...
 

@@ -144,7 +144,8 @@ def check_generation(output: Mapping[str, Tensor], prompt_lengths_B: Tensor) -> 
     """Refuse an engine output that would train on the wrong tokens.
 
     Raises:
-        ValueError: missing tensor, wrong number of rows, inconsistent lengths, or a logprob that is not finite.
+        ValueError: missing tensor, wrong number of rows, inconsistent lengths, routes of other tokens, or a logprob
+            that is not finite.
     """
     names = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs", "truncated")
     missing = [name for name in names if name not in output]
@@ -162,6 +163,12 @@ def check_generation(output: Mapping[str, Tensor], prompt_lengths_B: Tensor) -> 
             f"generation output row {row}: prompt {int(prompt_lengths_B[row])} + response "
             f"{int(output['generation_lengths'][row])} tokens, but unpadded_sequence_lengths is "
             f"{int(output['unpadded_sequence_lengths'][row])} of {output['output_ids'].shape[1]} columns"
+        )
+    routes = output.get("routed_experts")
+    if routes is not None and (routes.ndim != 4 or routes.shape[:2] != output["output_ids"].shape):
+        raise ValueError(
+            f"generation output has routed_experts {tuple(routes.shape)} for output_ids "
+            f"{tuple(output['output_ids'].shape)}; wanted [sequences, tokens, layers, experts a token]"
         )
     position = torch.arange(output["logprobs"].shape[1]).unsqueeze(0)
     response = (position >= prompt_lengths_B.unsqueeze(-1)) & (position < total.unsqueeze(-1))

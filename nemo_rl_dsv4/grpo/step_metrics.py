@@ -74,6 +74,8 @@ def training_metrics(result: Mapping[str, Any], data: Batch) -> dict[str, float]
     metrics["grad_norm"] = as_float(result["grad_norm"])
     if "lr" in result:
         metrics["lr"] = as_float(result["lr"])
+    if "router" in result:
+        metrics |= result["router"].metrics()
     seqs, tokens = count_valid(data)
     metrics["global_valid_seqs"], metrics["global_valid_toks"] = seqs.item(), tokens.item()
     broken = {name: metrics[name] for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])}

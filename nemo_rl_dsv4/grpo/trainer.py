@@ -22,7 +22,6 @@ from nemo_rl_dsv4.grpo.reductions import combined_mask
 from nemo_rl_dsv4.grpo.resume import TrainingState, restore, training_info
 from nemo_rl_dsv4.grpo.rollout import gather_rollouts
 from nemo_rl_dsv4.grpo.rollout_correction import mask_high_error_sequences, sequence_mult_prob_error
-from nemo_rl_dsv4.grpo.router import router_overlap
 from nemo_rl_dsv4.grpo.settings import TrainerSettings
 from nemo_rl_dsv4.grpo.step_metrics import (
     advantage_metrics,
@@ -126,7 +125,7 @@ def grpo_train(
                 overlong_filtering=settings.grpo.overlong_filtering,
             )
         with phases.phase("policy_and_reference_logprobs", total=len(rollouts)):
-            metrics |= add_logprobs(data, policy, settings)
+            add_logprobs(data, policy, settings)
         with phases.phase("advantage_calculation"):
             metrics |= mask_sequences(data, settings)
             add_advantages(data, rollouts, settings)
@@ -192,21 +191,12 @@ class FreshRollout:
         return metrics
 
 
-def add_logprobs(data: Batch, policy: Policy, settings: TrainerSettings) -> dict[str, float]:
-    """Put `prev_logprobs` and `reference_policy_logprobs` into `data` where the loss reads them.
-
-    Returns how far the experts of the rollout and of this forward agree, if both recorded them.
-    """
+def add_logprobs(data: Batch, policy: Policy, settings: TrainerSettings) -> None:
+    """Put `prev_logprobs` and `reference_policy_logprobs` into `data` where the loss reads them."""
     if settings.needs_reference_logprobs:
         data["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
-    if not settings.needs_prev_logprobs:
-        return {}
-    scored = policy.get_logprobs(data)
-    data["prev_logprobs"] = scored["logprobs"]
-    if "routed_experts" not in scored or "routed_experts" not in data:
-        return {}
-    mask = combined_mask(data["token_mask"], data["sample_mask"])
-    return router_overlap(data["routed_experts"], scored["routed_experts"], mask).metrics()
+    if settings.needs_prev_logprobs:
+        data["prev_logprobs"] = policy.get_logprobs(data)["logprobs"]
 
 
 def mask_sequences(data: Batch, settings: TrainerSettings) -> dict[str, float]:

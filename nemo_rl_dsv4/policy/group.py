@@ -19,6 +19,7 @@ import ray
 import torch
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.routes import ROUTED_EXPERTS, RouterMode, RouterTally
 from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, get, kill
 
 if TYPE_CHECKING:
@@ -136,7 +137,10 @@ class PolicyGroup:
 
     def _score(self, method: str, data: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         rows = len(data["input_ids"])
-        padded = _pad_rows({k: data[k] for k in ("input_ids", "input_lengths")}, self.spec.sizes.dp)
+        names = ["input_ids", "input_lengths"]
+        if method == "get_logprobs" and self.spec.router is RouterMode.REPLAY:
+            names.append(ROUTED_EXPERTS)
+        padded = _pad_rows({k: data[k] for k in names if k in data}, self.spec.sizes.dp)
         refs = [
             getattr(actor, method).remote(part)
             for actor, part in zip(self.actors, self._by_data_rank(padded), strict=True)
@@ -145,11 +149,14 @@ class PolicyGroup:
         return {key: torch.cat([part[key] for part in parts])[:rows] for key in parts[0]}
 
     def get_logprobs(self, data: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`logprobs` float32 [B, S] under the current weights; position 0 and padding are 0."""
+        """`logprobs` float32 [B, S] under the current weights; position 0 and padding are 0.
+
+        With router replay, `routed_experts` of `data` are replayed.
+        """
         return self._score("get_logprobs", data)
 
     def get_reference_policy_logprobs(self, data: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`reference_logprobs` float32 [B, S] under the initial weights."""
+        """`reference_logprobs` float32 [B, S] under the initial weights, which choose their experts themselves."""
         return self._score("get_reference_logprobs", data)
 
     def train(self, data: Mapping[str, torch.Tensor], loss_fn: Any) -> dict[str, Any]:
@@ -157,7 +164,7 @@ class PolicyGroup:
 
         Returns:
             `loss` and `grad_norm`: one value an update; `lr` of the first; `all_mb_metrics`: name -> list over updates,
-            ranks and micro-batches.
+            ranks and micro-batches; `router`, if the policy replays or compares routes: the tally of all ranks.
 
         Raises:
             UserError: the batch does not divide into global batches or over ranks.
@@ -168,7 +175,7 @@ class PolicyGroup:
                 f"{rows} sequences do not divide into global batches of {self.global_batch_size}; "
                 "change policy.train_global_batch_size"
             )
-        losses, norms, learning_rates, metrics = [], [], [], []
+        losses, norms, learning_rates, metrics, routers = [], [], [], [], []
         for start in range(0, rows, self.global_batch_size):
             part = {k: v[start : start + self.global_batch_size] for k, v in data.items()}
             seqs, tokens = _count_trained(part)
@@ -176,17 +183,20 @@ class PolicyGroup:
                 actor.train.remote(share, loss_fn, seqs, tokens)
                 for actor, share in zip(self.actors, self._by_data_rank(part), strict=True)
             ]
-            outputs = get(refs)[:: self.spec.sizes.cp]
+            of_all_ranks = get(refs)
+            routers += [out["router"] for out in of_all_ranks if "router" in out]
+            outputs = of_all_ranks[:: self.spec.sizes.cp]
             losses.append(sum(out["loss"] for out in outputs))
             norms.append(outputs[0]["grad_norm"])
             learning_rates.append(outputs[0]["lr"])
             metrics += [mb for out in outputs for mb in out["all_mb_metrics"]]
-        return {
+        result = {
             "loss": torch.tensor(losses),
             "grad_norm": torch.tensor(norms),
             "lr": learning_rates[0],
             "all_mb_metrics": _collect(metrics, updates=rows // self.global_batch_size),
         }
+        return result | {"router": RouterTally.total(routers)} if routers else result
 
     def export_to(self, generation: Any) -> dict[str, float]:
         """Send the current weights to the rollout engine; returns what to log under `refit/`."""

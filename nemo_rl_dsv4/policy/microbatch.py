@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.routes import MISSING_EXPERT, ROUTED_EXPERTS
 
 LENGTH_JUMP = 1.5
 """Rows longer than this times the shortest of a micro-batch start a new one."""
@@ -73,12 +74,13 @@ def cut_rows(
     Args:
         data: tensors with leading dim B; `input_ids` [B, S] and `input_lengths` [B] are needed.
         groups: row indices of each micro-batch.
-        multiple: a micro-batch's length is padded with zeros up to this (context parallelism needs it).
+        multiple: a micro-batch's length is padded up to this (context parallelism needs it), routes with -1 (not
+            recorded), everything else with 0.
     """
     lengths, width = data["input_lengths"].long(), data["input_ids"].shape[1]
     for rows in groups:
         length = round_up(int(lengths[rows].max()), multiple)
-        yield MicroBatch(rows, length, {name: _fit(tensor[rows], width, length) for name, tensor in data.items()})
+        yield MicroBatch(rows, length, {name: _fit(name, tensor[rows], width, length) for name, tensor in data.items()})
 
 
 def check_lengths(data: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -91,9 +93,11 @@ def check_lengths(data: dict[str, torch.Tensor]) -> torch.Tensor:
     return lengths
 
 
-def _fit(tensor: torch.Tensor, width: int, length: int) -> torch.Tensor:
+def _fit(name: str, tensor: torch.Tensor, width: int, length: int) -> torch.Tensor:
     if tensor.ndim < 2 or tensor.shape[1] != width:
         return tensor
     if length <= width:
         return tensor[:, :length]
-    return torch.cat([tensor, tensor.new_zeros(tensor.shape[0], length - width, *tensor.shape[2:])], dim=1)
+    fill = MISSING_EXPERT if name == ROUTED_EXPERTS else 0
+    padding = tensor.new_full((tensor.shape[0], length - width, *tensor.shape[2:]), fill)
+    return torch.cat([tensor, padding], dim=1)

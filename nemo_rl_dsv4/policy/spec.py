@@ -20,6 +20,7 @@ from nemo_rl_dsv4.policy.dispatcher import check_dispatcher
 from nemo_rl_dsv4.policy.parallel import ParallelSizes, create_meshes
 from nemo_rl_dsv4.policy.worker import PolicyWorker
 from nemo_rl_dsv4.refit.verify import verify_export
+from nemo_rl_dsv4.routes import RouterMode
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class PolicySpec:
         config_overrides: values that replace those of the checkpoint's config.json.
         logprob_chunk_size: positions whose logits exist at once; None for all.
         keep_reference: keep the initial weights for a KL penalty.
+        router: what to do with the experts that the rollout recorded.
     """
 
     checkpoint: str | None
@@ -52,6 +54,7 @@ class PolicySpec:
     activation_checkpointing: bool = False
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
     keep_reference: bool = False
+    router: RouterMode = RouterMode.OWN
     hf_config: Mapping[str, Any] | None = None
     seed: int = 0
     logprob_chunk_size: int | None = None
@@ -122,4 +125,5 @@ def build_worker(spec: PolicySpec) -> PolicyWorker:
         activation_checkpointing=spec.activation_checkpointing,
         keep_reference=spec.keep_reference,
         logprob_chunk_size=spec.logprob_chunk_size,
+        router=spec.router,
     )

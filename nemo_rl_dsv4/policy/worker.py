@@ -7,7 +7,7 @@ row is cut into contiguous slices, one a rank; log-probabilities are gathered ag
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,13 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.qat import InstallReport, install_fake_quant, invalidate_rounded_weights
+from nemo_rl_dsv4.model.router_replay import RouterReplayer
 from nemo_rl_dsv4.model.token_logprobs import install_scoring_head, scoring
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
-from nemo_rl_dsv4.policy.layout import DOCUMENT_MULTIPLE, plain_layout
+from nemo_rl_dsv4.policy.layout import DOCUMENT_MULTIPLE, TokenLayout, plain_layout
 from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
 from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler
 from nemo_rl_dsv4.policy.parallel import Meshes, average_gradients, parallelize
 from nemo_rl_dsv4.policy.training_state import TrainingStateWriter, load_training_state
+from nemo_rl_dsv4.routes import MISSING_EXPERT, ROUTED_EXPERTS, RouterMode, as_signed
 
 LossFn = Callable[..., tuple[torch.Tensor, dict[str, float]]]
 Batch = dict[str, torch.Tensor]
@@ -46,6 +48,7 @@ class PolicyWorker:
         keep_reference: keep a copy of the initial weights (this rank's shards) for `get_reference_logprobs`.
         logprob_chunk_size: positions whose logits over the vocabulary exist at once, in scoring and in training; None
             for all of a micro-batch.
+        router: what to do with the experts that the rollout recorded (`routed_experts` of a batch).
     """
 
     def __init__(
@@ -63,12 +66,14 @@ class PolicyWorker:
         activation_checkpointing: bool = False,
         keep_reference: bool = False,
         logprob_chunk_size: int | None = None,
+        router: RouterMode = RouterMode.OWN,
     ) -> None:
         self.meshes = meshes
         self.rounding: InstallReport | None = None
         if any(fake_quant.values()):
             self.rounding = install_fake_quant(model, profile, fake_quant)
         self.head = install_scoring_head(model, chunk_size=logprob_chunk_size)
+        self.router = None if router is RouterMode.OWN else RouterReplayer(model, replay=router is RouterMode.REPLAY)
         self.model = parallelize(model, meshes, activation_checkpointing=activation_checkpointing)
         self.micro_batch_size, self.logprob_batch_size = micro_batch_size, logprob_batch_size
         self.max_grad_norm = max_grad_norm
@@ -85,14 +90,20 @@ class PolicyWorker:
         """Log-probabilities of the tokens of this rank's rows.
 
         Args:
-            data: `input_ids` [B, S] and `input_lengths` [B].
+            data: `input_ids` [B, S] and `input_lengths` [B]; with router replay, `routed_experts` [B, S, L, K] too.
 
         Returns:
             `logprobs`, float32 [B, S]; position 0 and padding are 0.
         """
-        ids = data["input_ids"]
+        names = ["input_ids", "input_lengths"]
+        if self.router is not None and self.router.replay:
+            self.router.check(data)
+            names.append(ROUTED_EXPERTS)
+        return {"logprobs": self._logprobs({name: data[name] for name in names})}
+
+    def _logprobs(self, needed: Batch) -> torch.Tensor:
+        ids = needed["input_ids"]
         out = torch.zeros(ids.shape, dtype=torch.float32)
-        needed = {name: data[name] for name in ("input_ids", "input_lengths")}
         self.model.eval()
         for part in self._micro_batches(needed, self.logprob_batch_size):
             logprobs = self._row_logprobs(part.data)
@@ -101,10 +112,11 @@ class PolicyWorker:
             valid = positions < part.data["input_lengths"].unsqueeze(1)
             out[part.rows, 1:width] = torch.where(valid, logprobs[:, : width - 1], 0.0)
         self.model.train()
-        return {"logprobs": out}
+        return out
 
+    @torch.no_grad()
     def get_reference_logprobs(self, data: Batch) -> Batch:
-        """`reference_logprobs` under the initial weights; otherwise as `get_logprobs`.
+        """`reference_logprobs` under the initial weights, which choose their experts; otherwise as `get_logprobs`.
 
         Raises:
             UserError: the worker was built without `keep_reference`.
@@ -112,7 +124,7 @@ class PolicyWorker:
         if self.reference is None:
             raise UserError("no reference policy was kept; loss_fn.reference_policy_kl_penalty must not be 0")
         with self._reference_weights():
-            return {"reference_logprobs": self.get_logprobs(data)["logprobs"]}
+            return {"reference_logprobs": self._logprobs({k: data[k] for k in ("input_ids", "input_lengths")})}
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
@@ -144,9 +156,19 @@ class PolicyWorker:
         ids_bS, lengths_b = data["input_ids"], data["input_lengths"]
         layout = plain_layout(ids_bS, lengths_b, self.meshes)
         targets_nT = layout.place(torch.roll(ids_bS, -1, dims=1))
-        with scoring(self.model, targets_nT):
+        with scoring(self.model, targets_nT), self._routes(data, layout):
             logprobs_nT = self.model(**layout.model_inputs(ids_bS)).logits
         return layout.restore(logprobs_nT)[:, :-1]
+
+    def _routes(self, data: Batch, layout: TokenLayout) -> AbstractContextManager[None]:
+        """Replay (or compare) the rollout's experts in the model call inside, if this batch carries them."""
+        if self.router is None or ROUTED_EXPERTS not in data:
+            return nullcontext()
+        routes_bSLK, ids_bS = as_signed(data[ROUTED_EXPERTS]), data["input_ids"]
+        routed_bS = torch.arange(ids_bS.shape[1], device=ids_bS.device) < data["input_lengths"].unsqueeze(1) - 1
+        return self.router.forward(
+            layout.place(routes_bSLK, MISSING_EXPERT), layout.place(ids_bS), layout.place(routed_bS, False)
+        )
 
     # Training -----------------------------------------------------------------------------------------------------
 
@@ -164,11 +186,15 @@ class PolicyWorker:
 
         Returns:
             `loss` (this rank's part), `grad_norm` (global, before clipping), `lr`, `all_mb_metrics`: metrics of each
-            micro-batch.
+            micro-batch, and `router` (this rank's tally) where routes are replayed or compared.
 
         Raises:
+            UserError: `routed_experts` are wanted and missing or wrong.
             FloatingPointError: the gradient norm is not finite; no weight has been changed.
         """
+        if self.router is not None:
+            self.router.check(data)
+            self.router.take_tally()
         self.optimizer.zero_grad(set_to_none=True)
         lr = self.optimizer.param_groups[0]["lr"]
         losses, metrics = [], []
@@ -193,7 +219,8 @@ class PolicyWorker:
         if self.scheduler is not None:
             self.scheduler.step()
         invalidate_rounded_weights(self.model)
-        return {"loss": sum(losses), "grad_norm": grad_norm, "lr": lr, "all_mb_metrics": metrics}
+        result = {"loss": sum(losses), "grad_norm": grad_norm, "lr": lr, "all_mb_metrics": metrics}
+        return result if self.router is None else result | {"router": self.router.take_tally()}
 
     def _clip_gradients(self) -> float:
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm

@@ -27,7 +27,10 @@ REFUSED = {
         ["policy.tokenizer.chat_template_kwargs={reasoning_effort:max}"],
         "reasoning_effort is 'max' with thinking False",
     ),
-    "router replay": (["policy.dsv4.router_replay=true"], "router_replay is true, which this version does not have"),
+    "routes that vLLM does not return": (
+        [*GPU, "policy.dsv4.router_overlap_metrics=true"],
+        "router_overlap_metrics needs .* vllm_cfg.enable_return_routed_experts is false; set it to true",
+    ),
     "cp does not divide the processes": ([f"{CP}=2"], f"cpu_processes .* is 1, which {CP} = 2 does not divide"),
     "ep does not divide the processes": ([f"{PROCESSES}=2", f"{EP}=4"], f"is 2, which {EP} = 4 does not divide"),
     "ep does not divide the experts": (
@@ -192,6 +195,8 @@ def test_a_combination_that_cannot_work_is_refused(recipe, case, monkeypatch):
         ["policy.scheduler=[{name:torch.optim.lr_scheduler.ConstantLR,kwargs:{factor:1.0}}]"],
         [*GPU, "policy.dsv4.rollout_profile=auto"],
         ["checkpointing.enabled=false"],
+        ["policy.dsv4.router_replay=true"],
+        [*GPU, "policy.dsv4.router_replay=true"],  # the base recipe lets vLLM's capture follow this key
     ],
     ids=lambda overrides: " ".join(overrides) or "as it is",
 )

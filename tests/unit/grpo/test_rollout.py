@@ -128,6 +128,16 @@ def test_engine_output_that_does_not_fit_is_refused(name, change, message):
         check_generation({key: value for key, value in output.items() if key != name}, lengths)
 
 
+def test_routes_of_other_tokens_are_refused():
+    prompts = torch.tensor([[1, 2], [3, 4]])
+    lengths = torch.tensor([2, 2])
+    output = engine().generate({"input_ids": prompts, "input_lengths": lengths}, greedy=False, seed=1)
+    width = output["output_ids"].shape[1]
+    check_generation(output | {"routed_experts": torch.zeros(2, width, 1, 1)}, lengths)
+    with pytest.raises(ValueError, match="wanted .sequences, tokens, layers, experts a token"):
+        check_generation(output | {"routed_experts": torch.zeros(2, width - 1, 1, 1)}, lengths)
+
+
 def test_environment_that_returns_too_few_rewards_is_refused():
     class Short(ToyEnvironment):
         def score(self, problems, responses):

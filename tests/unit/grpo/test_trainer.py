@@ -28,6 +28,7 @@ from nemo_rl_dsv4.grpo.settings import (
     TrainerSettings,
 )
 from nemo_rl_dsv4.grpo.trainer import TrainingSummary, grpo_train
+from nemo_rl_dsv4.routes import RouterTally
 
 GRPO = GRPOSettings(
     num_prompts_per_step=8,
@@ -231,6 +232,30 @@ def test_metrics_line_has_the_names_readers_rely_on():
     assert metrics["train/num_valid_samples"] == pytest.approx(64.0)  # the mean of two updates of 64
     assert metrics["timing/train/total_step_time"] >= metrics["timing/train/policy_training"] > 0
     assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_routes_reach_the_policy_and_its_tally_the_metrics():
+    """C063: how far the trainer's experts agree with the rollout's is logged every step."""
+    seen = []
+
+    class Routed(ToyGeneration):
+        def generate(self, data, **options):
+            output = super().generate(data, **options)
+            routes = torch.full((*output["output_ids"].shape, 2, 1), -1, dtype=torch.int16)
+            routes[:, : data["input_ids"].shape[1]] = 3
+            return output | {"routed_experts": routes}
+
+    class Counting(ToyPolicy):
+        def train(self, data, loss_fn):
+            seen.append(data["routed_experts"])
+            return super().train(data, loss_fn) | {"router": RouterTally(30.0, 5.0, 40.0, 50.0, 8.0, 1.0)}
+
+    settings = replace(SETTINGS, grpo=replace(GRPO, max_num_steps=1))
+    _, _, recorder = train(settings, policy=Counting(), generation=Routed())
+    names = ("router_overlap", "router_no_overlap_share", "router_missing_share", "router_hash_mismatches")
+    assert [recorder.steps[1][f"train/{name}"] for name in names] == [0.75, 0.125, 0.16, 1.0]
+    (routes,) = seen
+    assert routes.shape[:2] == (128, 4) and (routes[:, :2] == 3).all() and (routes[:, 2:] == -1).all()
 
 
 def test_progress_names_phases_and_always_ends_full():

@@ -49,6 +49,14 @@ def test_rows_are_cut_to_their_longest_and_padded_to_the_multiple():
     assert long.data["input_ids"][0].tolist() == [*data["input_ids"][1].tolist(), 0, 0, 0, 0]
 
 
+def test_padded_routes_are_not_recorded():
+    """Filled with 0 like everything else, padding claimed to have been routed to expert 0."""
+    data = batch([9], 12) | {"routed_experts": torch.ones(1, 12, 2, 2, dtype=torch.int16)}
+    (part,) = cut_rows(data, [torch.tensor([0])], multiple=16)
+    assert part.data["routed_experts"].shape == (1, 16, 2, 2)
+    assert (part.data["routed_experts"][:, :12] == 1).all() and (part.data["routed_experts"][:, 12:] == -1).all()
+
+
 @pytest.mark.parametrize("lengths", [[0, 3], [3, 13]])
 def test_impossible_lengths_are_named(lengths):
     with pytest.raises(UserError, match="wanted 1..12"):
