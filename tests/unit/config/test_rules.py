@@ -29,7 +29,7 @@ REFUSED = {
     ),
     "routes that vLLM does not return": (
         [*GPU, "policy.dsv4.router_overlap_metrics=true"],
-        "router_overlap_metrics needs .* vllm_cfg.enable_return_routed_experts is false; set it to true",
+        "router_overlap_metrics needs .*vllm_cfg.enable_return_routed_experts is false; set it to true",
     ),
     "cp does not divide the processes": ([f"{CP}=2"], f"cpu_processes .* is 1, which {CP} = 2 does not divide"),
     "ep does not divide the processes": ([f"{PROCESSES}=2", f"{EP}=4"], f"is 2, which {EP} = 4 does not divide"),
