@@ -139,7 +139,6 @@ def test_replay_takes_the_fp8_rollouts_experts_and_lowers_the_mismatch(config_on
         assert torch.equal(trained, fp8["routed_experts"][:, :, layer][here].long().sort().values)
     assert after < 0.9 * before, (before, after)
     overlap = train(own, fp8)["router"].metrics()["router_overlap"]
-    print(f"MEASURED k3 {before} -> {after}, overlap {overlap}")
     assert 0.5 < overlap < 1.0
 
 
