@@ -119,6 +119,10 @@ class Layout:
         half = stacked.shape[0] // 2
         return stacked[:half] if slot.part == "gate" else stacked[half:]
 
+    def official_dim(self, stack_dim: int) -> int:
+        """Dim of the official tensor [out, in] that dim 1 or 2 of an expert stack becomes."""
+        return 2 - stack_dim if self._transposed else stack_dim - 1
+
     def stack_shape(self, official_shape: Sequence[int], slot: Slot, num_experts: int) -> tuple[int, int, int]:
         """Shape of the whole stack that holds an expert tensor of `official_shape` [out, in] at this slot."""
         rows, cols = official_shape

@@ -89,6 +89,15 @@ class ReleaseCheckpoint:
         scale = self._scales.get(name)
         return self._weights[name].read(), None if scale is None else scale.read()
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype a tensor is stored in."""
+        return self._weights[name].dtype
+
+    def scales(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (weight name, scale as stored) of every quantized weight that has one."""
+        for name, scale in self._scales.items():
+            yield name, scale.read()
+
     def value(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Read one official tensor and decode it, see `decode`."""
         return self.decode(name, *self.stored(name), dtype)

@@ -42,10 +42,16 @@ class PolicyActor:
 
     def build(self, spec: PolicySpec) -> str:
         """Build this rank (again) and return what it rounds."""
+        from nemo_rl_dsv4.model.release_checkpoint import ReleaseCheckpoint
         from nemo_rl_dsv4.policy.spec import build_worker
+        from nemo_rl_dsv4.refit.source_scales import SourceScales
 
         self.spec = spec
         self.worker = build_worker(spec)
+        self.source_scales = SourceScales()
+        if spec.checkpoint is not None:
+            checkpoint = ReleaseCheckpoint(Path(spec.checkpoint), config_overrides=spec.config_overrides)
+            self.source_scales = SourceScales(checkpoint.scales())
         return self.worker.rounding.summary() if self.worker.rounding else "nothing rounded"
 
     def get_logprobs(self, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -61,17 +67,25 @@ class PolicyActor:
         return self.worker.train(data, loss_fn, global_valid_seqs=seqs, global_valid_tokens=tokens)
 
     def export(self, profile: str) -> Shipment | None:
-        """Gather the weights on every rank; rank 0 returns them in rollout format with their checksum."""
+        """Quantize on the ranks that hold the weights; rank 0 returns all of them with their checksum."""
         from nemo_rl_dsv4.refit.export import export_weights
         from nemo_rl_dsv4.refit.report import StreamTally
         from nemo_rl_dsv4.refit.wire import Shipment, to_wire
 
-        state = self.worker.full_state_dict()
-        if self.rank != 0:
+        if self.rank != 0 and self.spec.sizes.replicated:
             return None
-        unquantized = torch.bfloat16 if self.spec.precision == "bfloat16" else torch.float32
+        stream = export_weights(
+            self.worker.model.state_dict(),
+            profile,
+            unquantized=torch.bfloat16 if self.spec.precision == "bfloat16" else torch.float32,
+            source_scales=self.source_scales,
+        )
+        if self.rank != 0:
+            for _ in stream:  # takes part in every gather
+                pass
+            return None
         tally = StreamTally()
-        tensors = to_wire(tally.watch(export_weights(state, profile, unquantized=unquantized)))
+        tensors = to_wire(tally.watch(stream))
         return Shipment(tensors, tally.report().checksum)
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:

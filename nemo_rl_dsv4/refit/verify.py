@@ -2,43 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from nemo_rl_dsv4.model.official_names import tensor_kind
 from nemo_rl_dsv4.model.release_checkpoint import ReleaseCheckpoint
 from nemo_rl_dsv4.model.stored_weight import decode_scale, decode_weight, is_quantized, scale_name
 from nemo_rl_dsv4.numerics import RolloutProfile, get_profile
 from nemo_rl_dsv4.refit.export import export_tensor, export_weights
 from nemo_rl_dsv4.refit.report import Stream
 
+Verdict = Literal["identical", "recoded", "renormalised", "changed"]
+VERDICTS: tuple[Verdict, ...] = ("identical", "recoded", "renormalised", "changed")
+
 
 @dataclass(frozen=True)
 class VerifyReport:
     """What became of each weight when it was exported without having been trained.
 
+    identical: codes (or plain bytes) and scales are the same. recoded: same values in another format, such as FP4
+    experts sent as FP8, or a weight that the profile does not quantize. renormalised: same values and format, other
+    bytes; a finding, because the source scales were not kept. changed: values differ; a finding.
+
     Attributes:
         profile: the rollout profile.
-        identical: weights whose codes (or plain bytes) and scales are the same.
-        renormalised: same values and format, other bytes: a block whose largest code is half of the format's maximum
-            or less has a smaller scale that holds it too.
-        recoded: same values in another format, such as FP4 experts sent as FP8.
+        classes: tensor class ("linear.weight", "expert.weight", "bf16", "fp32", "integer") -> verdict -> weights.
+        findings: weight name -> what is wrong with it.
         changed: weights whose values differ, with the largest difference over the largest magnitude.
     """
 
     profile: str
-    identical: int = 0
-    renormalised: int = 0
-    recoded: int = 0
+    classes: dict[str, dict[Verdict, int]] = field(default_factory=dict)
+    findings: dict[str, str] = field(default_factory=dict)
     changed: dict[str, float] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        """Whether every exported weight has the checkpoint's values."""
-        return not self.changed
+        """Whether every weight left as it came."""
+        return not self.findings
+
+    def count(self, verdict: Verdict) -> int:
+        """Number of weights with this verdict, all classes together."""
+        return sum(counts.get(verdict, 0) for counts in self.classes.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and `ok` as plain values, for JSON."""
@@ -50,14 +59,18 @@ def verify_export(
     profile: str | RolloutProfile,
     *,
     config_overrides: Mapping[str, Any] | None = None,
+    on_weight: Callable[[str], None] | None = None,
 ) -> VerifyReport:
-    """Export unchanged weights under `profile` and compare with where they came from.
+    """Export unchanged weights under `profile` and compare with where they came from, byte by byte.
+
+    As in training, the source's scales are kept beside the weights and offered to the export.
 
     Args:
         source: a checkpoint folder, compared with its stored bytes; or an AutoModel state dict, whose first export
             stands for the checkpoint and is exported once more from its decoded values.
         profile: a rollout profile or its name.
         config_overrides: values that replace those of a checkpoint's config.json.
+        on_weight: called with each weight's name once it has been compared.
 
     Raises:
         UserError: a damaged checkpoint, or weights that cannot be exported.
@@ -67,17 +80,23 @@ def verify_export(
         triples = _exported(source, profile)
     else:
         triples = _read(ReleaseCheckpoint(Path(source), config_overrides=config_overrides))
-    counts = {"identical": 0, "renormalised": 0, "recoded": 0}
-    changed: dict[str, float] = {}
+    report = VerifyReport(profile.name)
     for name, stored, value in triples:
         plain = value.dtype if stored[1] is None else torch.bfloat16
-        sent = _pair(name, export_tensor(name, value, profile, unquantized=plain))
+        kept = None if stored[1] is None else decode_scale(stored[1], name=scale_name(name), power_of_two=False)
+        sent = _pair(name, export_tensor(name, value, profile, unquantized=plain, source_scale=kept))
         error = _relative_error(value, _values(name, sent))
-        if error == 0.0:
-            counts[_verdict(name, stored, sent)] += 1
-        else:
-            changed[name] = error
-    return VerifyReport(profile.name, **counts, changed=changed)
+        verdict = "changed" if error else _verdict(stored, sent)
+        counts = report.classes.setdefault(tensor_kind(name), dict.fromkeys(VERDICTS, 0))
+        counts[verdict] += 1
+        if verdict == "changed":
+            report.changed[name] = error
+            report.findings[name] = f"values changed, largest relative difference {error:.3g}"
+        elif verdict == "renormalised":
+            report.findings[name] = "same values under other codes and scales"
+        if on_weight is not None:
+            on_weight(name)
+    return report
 
 
 _Pair = tuple[torch.Tensor, torch.Tensor | None]
@@ -114,13 +133,13 @@ def _relative_error(wanted: torch.Tensor, found: torch.Tensor) -> float:
     return difference / max(wanted.double().abs().max().item(), torch.finfo(torch.float32).tiny)
 
 
-def _verdict(name: str, stored: _Pair, sent: _Pair) -> Literal["identical", "renormalised", "recoded"]:
+def _verdict(stored: _Pair, sent: _Pair) -> Verdict:
     if stored[0].element_size() != sent[0].element_size() or stored[0].shape != sent[0].shape:
         return "recoded"
     if (stored[1] is None) != (sent[1] is None):
         return "recoded"
     same = torch.equal(stored[0].view(torch.uint8), sent[0].view(torch.uint8))
     if stored[1] is not None and sent[1] is not None:
-        scales = [decode_scale(s, name=scale_name(name), power_of_two=False) for s in (stored[1], sent[1])]
+        scales = [decode_scale(s, name="scale", power_of_two=False) for s in (stored[1], sent[1])]
         same = same and torch.equal(*scales)
     return "identical" if same else "renormalised"

@@ -1,0 +1,129 @@
+"""How one official tensor becomes what a checkpoint stores: codes and scale, or plain values of its dtype class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.official_names import tensor_kind
+from nemo_rl_dsv4.model.stored_weight import require_finite, require_table, scale_grid, scale_name
+from nemo_rl_dsv4.numerics import QuantSpec, RolloutProfile, quantize, scale_to_e8m0_bytes
+from nemo_rl_dsv4.numerics.formats import format_of
+from nemo_rl_dsv4.refit.source_scales import keep_source_scale
+
+SCALE_DTYPES = (torch.float32, torch.uint8, torch.float8_e8m0fnu)
+
+
+class Encoded(NamedTuple):
+    """Codes and float32 scale of a quantized weight, or a plain tensor and None."""
+
+    data: torch.Tensor
+    scale: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns values [out, in] under official names into stored tensors.
+
+    Attributes:
+        profile: decides format, block and scale rule of `linear.weight` and `expert.weight`.
+        unquantized: dtype of what a release stores in BF16, and of weights the profile does not quantize.
+        scale_dtype: float32, uint8 or float8_e8m0fnu.
+        source_scales: scales of the checkpoint that the weights came from, by official weight name.
+    """
+
+    profile: RolloutProfile
+    unquantized: torch.dtype = torch.bfloat16
+    scale_dtype: torch.dtype = torch.float32
+    source_scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.scale_dtype not in SCALE_DTYPES:
+            raise UserError(f"scale_dtype is {self.scale_dtype}; wanted one of {', '.join(map(str, SCALE_DTYPES))}")
+
+    def spec(self, name: str) -> QuantSpec | None:
+        """How the weight of this official name is quantized, None where it is not.
+
+        Raises:
+            UserError: not an official name; a fnuz profile whose maximum has no e4m3fn twin.
+        """
+        kind = tensor_kind(name)
+        spec = None if kind in ("bf16", "fp32", "integer") else self.profile.site(kind)
+        return _checkpoint_spec(spec, self.profile.name)
+
+    def encode(self, name: str, value: torch.Tensor, part: tuple[slice, slice] | None = None) -> Encoded:
+        """Encode a tensor, or a part of it that cuts no block.
+
+        A non-finite element is not an error yet: its block's scale is NaN. `check` finds it, after the parts of all
+        ranks have been put together, so that every rank raises.
+
+        Args:
+            name: official name.
+            value: the tensor, any strides.
+            part: rows and columns of the scale grid that `value` covers; None for all.
+        """
+        value, kind, spec = value.detach(), tensor_kind(name), self.spec(name)
+        if spec is None:
+            dtype = {"integer": torch.int64, "fp32": torch.float32}.get(kind, self.unquantized)
+            return Encoded(value.to(dtype).contiguous(), None)
+        # FP4 has no NaN code and refuses such values; a NaN scale carries the news instead.
+        damaged = spec.fmt == "e2m1" and not bool(value.isfinite().all())
+        quantized = quantize(value.nan_to_num() if damaged else value, spec, name=name)
+        if name in self.source_scales and not damaged:
+            source = self.source_scales[name]
+            quantized = keep_source_scale(quantized, value, source if part is None else source[part])
+        data = quantized.data.view(torch.int8) if spec.fmt == "e2m1" else quantized.data
+        return Encoded(data, quantized.scale.fill_(torch.nan) if damaged else quantized.scale)
+
+    def empty(self, name: str, shape: torch.Size, device: torch.device) -> Encoded:
+        """Uninitialized tensors of the shapes and dtypes that `encode` gives for a value [out, in] of `shape`."""
+        spec, kind = self.spec(name), tensor_kind(name)
+        if spec is None:
+            dtype = {"integer": torch.int64, "fp32": torch.float32}.get(kind, self.unquantized)
+            return Encoded(torch.empty(shape, dtype=dtype, device=device), None)
+        codes = (shape[0], shape[1] // 2) if spec.fmt == "e2m1" else shape
+        dtype = torch.int8 if spec.fmt == "e2m1" else format_of(spec.fmt).dtype
+        scale = torch.empty(scale_grid(shape, spec.block), dtype=torch.float32, device=device)
+        return Encoded(torch.empty(codes, dtype=dtype, device=device), scale)
+
+    def items(
+        self, name: str, encoded: Encoded, value: torch.Tensor | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Check a whole encoded tensor and yield what a stream carries: one item, or codes and scale.
+
+        Args:
+            value: where at hand, the values, so that a NaN can be named by its index.
+
+        Raises:
+            UserError: a non-finite element, an all-zero hash table, a scale that `scale_dtype` cannot hold.
+        """
+        data, scale = encoded
+        if scale is None:
+            if data.is_floating_point():
+                require_finite(name, data if value is None else value)
+            else:
+                require_table(name, data)
+            yield name, data
+            return
+        if not bool(scale.isfinite().all()):
+            if value is not None:
+                require_finite(name, value)
+            row, col = (~scale.isfinite()).nonzero()[0].tolist()
+            raise UserError(f"{name}: block [{row}, {col}] holds a NaN or infinite value; find what produced it")
+        yield name, data
+        if self.scale_dtype != torch.float32:
+            scale = scale_to_e8m0_bytes(scale, name=scale_name(name)).view(self.scale_dtype)
+        yield scale_name(name), scale
+
+
+def _checkpoint_spec(spec: QuantSpec | None, profile: str) -> QuantSpec | None:
+    """Replace e4m3fnuz by the e4m3fn a checkpoint holds: codes read as fnuz are half, so max 224 gives equal values."""
+    if spec is None or spec.fmt != "e4m3fnuz":
+        return spec
+    if spec.fnuz_max != 224.0:
+        raise UserError(f"profile {profile}: weights with fnuz_max {spec.fnuz_max:g} have no e4m3fn twin; wanted 224")
+    return replace(spec, fmt="e4m3fn")
