@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model import exact_decode
 from nemo_rl_dsv4.numerics import Quantized, QuantSpec, dequantize
 from nemo_rl_dsv4.numerics.formats import FORMATS, MIN_SCALE, e8m0_bytes_to_scale, is_power_of_two
 
@@ -88,15 +89,34 @@ def decode_weight(
             f"{list(shape)} (raw grid, not an engine's packed layout)"
         )
     values = decode_scale(scale, name=scale_name(name), power_of_two=power_of_two)
-    for code in FORMATS[spec.fmt].nan_codes:
-        nan = data.contiguous().view(torch.uint8) == code
+    data = data.contiguous()
+    _require_no_nan_codes(name, data, spec)
+    if spec.fmt != "e4m3fnuz":
+        exact = exact_decode.decode(data, values, dtype, packed=spec.fmt == "e2m1")
+        if exact is not None:
+            return exact
+    return dequantize(Quantized(data, values, spec, shape), dtype)
+
+
+def _require_no_nan_codes(name: str, data: torch.Tensor, spec: QuantSpec) -> None:
+    codes = FORMATS[spec.fmt].nan_codes
+    if not codes or not data.numel():
+        return
+    if spec.fmt == "e4m3fn" and data.view(torch.int8).max() != 0x7F and data.view(torch.uint8).max() != 0xFF:
+        return  # its NaN codes are the largest byte of each signedness
+    for code in codes:
+        nan = data.view(torch.uint8) == code
         if bool(nan.any()):
             raise UserError(f"{name}{nan.nonzero()[0].tolist()} is NaN (code {code:#04x}); the weight is damaged")
-    return dequantize(Quantized(data.contiguous(), values, spec, shape), dtype)
 
 
 def require_finite(name: str, tensor: torch.Tensor) -> None:
     """Raise `UserError` naming the first NaN or infinite element of a floating-point tensor."""
+    if not tensor.numel():
+        return
+    extremes = torch.stack(torch.aminmax(tensor.detach()))
+    if bool(extremes.isfinite().all()):
+        return  # NaN would be both extremes; this pass is an order of magnitude faster than an elementwise test
     finite = tensor.isfinite()
     if not bool(finite.all()):
         index = (~finite).nonzero()[0].tolist()
