@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nemo_rl_dsv4.cli import plot, profiles, verify_refit
+from nemo_rl_dsv4.cli import inspect, plot, profiles, verify_refit
 from nemo_rl_dsv4.cli.guard import BAD_INPUT, guarded
 from nemo_rl_dsv4.errors import UserError
 
-COMMANDS = {"plot": plot, "profiles": profiles, "verify-refit": verify_refit}
+COMMANDS = {
+    "inspect": inspect,
+    "plot": plot,
+    "profiles": profiles,
+    "verify-refit": verify_refit,
+}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -85,8 +85,15 @@ class RopeSettings:
     yarn: Mapping[str, float] | None
 
 
-def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_config(
+    directory: Path, overrides: Mapping[str, Any] | None = None, *, for_training: bool = True
+) -> dict[str, Any]:
     """Read and validate `config.json` of a checkpoint folder, `overrides` (recipe `hf_config_overrides`) applied first.
+
+    Args:
+        directory: the checkpoint folder.
+        overrides: values that replace those of the file.
+        for_training: refuse multi-token prediction, see `validate_config`.
 
     Raises:
         UserError: the file is missing or no JSON object, or see `validate_config` and `rope_settings`.
@@ -94,12 +101,12 @@ def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> 
     path = Path(directory) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as a model configuration ({error})") from error
     if not isinstance(config, dict):
         raise UserError(f"{path}: holds a {type(config).__name__}; wanted a JSON object")
     config.update(overrides or {})
-    validate_config(config)
+    validate_config(config, for_training=for_training)
     rope_settings(config)
     return config
 
@@ -111,11 +118,12 @@ def _positive(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def validate_config(config: Mapping[str, Any]) -> None:
+def validate_config(config: Mapping[str, Any], *, for_training: bool = True) -> None:
     """Check that an official-style config describes a DeepSeek-V4 this package can build.
 
     Raises:
-        UserError: a missing or wrong key, a ratio other than 0, 4, 128, sizes that do not divide, or MTP left on.
+        UserError: a missing or wrong key, a ratio other than 0, 4, 128, sizes that do not divide, or (`for_training`)
+            multi-token prediction left on.
     """
     if config.get("model_type") != "deepseek_v4":
         raise UserError(f"config.json: model_type is {config.get('model_type')!r}; wanted 'deepseek_v4'")
@@ -132,7 +140,7 @@ def validate_config(config: Mapping[str, Any]) -> None:
         raise UserError(
             f"config.json: compress_ratios is {ratios!r}; wanted one of 0, 4, 128 for each of {layers} layers"
         )
-    wrong = [ratio for ratio in ratios[:layers] if ratio not in LAYER_TYPES]
+    wrong = [r for r in ratios[:layers] if isinstance(r, bool) or not isinstance(r, int) or r not in LAYER_TYPES]
     if wrong:
         raise UserError(f"config.json: compress_ratios holds {wrong[0]!r}; wanted 0, 4 or 128")
     hash_layers = config.get("num_hash_layers")
@@ -151,7 +159,10 @@ def validate_config(config: Mapping[str, Any]) -> None:
     _check_rope_dim(config)
     if config.get("tie_word_embeddings"):
         raise UserError("config.json: tie_word_embeddings is true; DeepSeek-V4 has its own head, set it to false")
-    if config.get("num_nextn_predict_layers", 0) != 0:
+    predicted = config.get("num_nextn_predict_layers", 0)
+    if isinstance(predicted, bool) or not isinstance(predicted, int) or predicted < 0:
+        raise UserError(f"config.json: num_nextn_predict_layers is {predicted!r}; wanted 0 or a positive integer")
+    if for_training and predicted != 0:
         raise UserError(
             f"config.json: num_nextn_predict_layers is {config['num_nextn_predict_layers']!r}; the policy trains "
             "without multi-token prediction, set policy.hf_config_overrides.num_nextn_predict_layers to 0"
@@ -175,8 +186,12 @@ def rope_settings(config: Mapping[str, Any]) -> RopeSettings:
         UserError: a scaling type other than YaRN, or YaRN without its factor or original length.
     """
     nested = config.get("rope_parameters")
-    if isinstance(nested, Mapping) and "compress" in nested:
-        main, scaling = nested.get("main") or {}, nested["compress"]
+    for key, value in (("rope_parameters", nested), ("rope_scaling", config.get("rope_scaling"))):
+        if value is not None and not isinstance(value, Mapping):
+            raise UserError(f"config.json: {key} is {value!r}; wanted an object")
+    if isinstance(nested, Mapping) and isinstance(nested.get("compress"), Mapping):
+        main, scaling = nested.get("main"), nested["compress"]
+        main = main if isinstance(main, Mapping) else {}
         theta = main.get("rope_theta", config.get("rope_theta"))
         compress_theta = scaling.get("rope_theta", config.get("compress_rope_theta"))
     else:

@@ -241,7 +241,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     Raises:
         UserError: see `validate_config`.
     """
-    validate_config(config)
+    validate_config(config, for_training=False)
     dims = _dims(config)
     shapes = {row.official: tuple(dims[d] for d in row.shape) for row in MODEL_ROWS}
     for layer in range(config["num_hidden_layers"]):

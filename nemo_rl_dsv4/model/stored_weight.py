@@ -90,7 +90,7 @@ def decode_weight(
         )
     values = decode_scale(scale, name=scale_name(name), power_of_two=power_of_two)
     data = data.contiguous()
-    _require_no_nan_codes(name, data, spec)
+    check_codes(name, data)
     if spec.fmt != "e4m3fnuz":
         exact = exact_decode.decode(data, values, dtype, packed=spec.fmt == "e2m1")
         if exact is not None:
@@ -98,7 +98,9 @@ def decode_weight(
     return dequantize(Quantized(data, values, spec, shape), dtype)
 
 
-def _require_no_nan_codes(name: str, data: torch.Tensor, spec: QuantSpec) -> None:
+def check_codes(name: str, data: torch.Tensor) -> None:
+    """Raise `UserError` naming the first NaN code of a quantized weight (FP4 has none)."""
+    spec = _SPEC_OF_DTYPE[data.dtype]
     codes = FORMATS[spec.fmt].nan_codes
     if not codes or not data.numel():
         return

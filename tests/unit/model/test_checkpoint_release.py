@@ -160,7 +160,7 @@ def test_other_scale_names_and_dtypes_are_read(folder: Path, suffix: str, as_flo
         assert torch.equal(value, before[key]), key
 
 
-def test_mtp_tensors_are_dropped_and_told_apart(folder: Path, tiny_config: dict[str, Any]) -> None:
+def test_mtp_tensors_are_dropped_and_told_apart(folder: Path) -> None:
     """Cases C028 and C031: unscaled FP8 `mtp.0.e_proj` and the drafter of Flash-0731."""
     before = read_release_checkpoint(folder)
     edit(folder, lambda t: t.update({"mtp.0.e_proj.weight": torch.ones(128, 128).to(torch.float8_e4m3fn)}))
@@ -169,8 +169,8 @@ def test_mtp_tensors_are_dropped_and_told_apart(folder: Path, tiny_config: dict[
     assert set(read_release_checkpoint(folder)) == set(before)
     edit(folder, lambda t: t.update({f"mtp.0.{n}norm.weight": torch.ones(128) for n in "eh"}))
     assert (ReleaseCheckpoint(folder).mtp, ReleaseCheckpoint(folder).dropped) == ("next_token", 3)
-    config = {**tiny_config, "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
     with pytest.raises(UserError, match="num_nextn_predict_layers is 1"):
         read_release_checkpoint(folder)
     assert set(read_release_checkpoint(folder, config_overrides={"num_nextn_predict_layers": 0})) == set(before)
