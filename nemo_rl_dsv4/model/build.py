@@ -90,3 +90,42 @@ def build_model(
             model.initialize_weights(buffer_device=device, dtype=dtype)
     freeze_indexer(model)
     return model
+
+
+def materialize(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Give a model that was built on the meta device memory on `device`, in place, sharded or not.
+
+    Parameters and buffers of the state dict are left uninitialized, for `checkpoint.load.load_into` to fill; rotary
+    frequencies, which no checkpoint holds, are computed again.
+
+    Raises:
+        UserError: another buffer that no checkpoint holds.
+    """
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    model.to_empty(device=device)
+    held = set(model.state_dict())
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if (f"{path}.{name}" if path else name) in held:
+                continue
+            rebuilt = _rotary_frequencies(path, model, device) if name == "inv_freq" else None
+            if rebuilt is None:
+                raise UserError(f"model: buffer {path}.{name} is in no checkpoint and cannot be computed again")
+            buffer.copy_(rebuilt)
+    return model
+
+
+def _rotary_frequencies(path: str, model: torch.nn.Module, device: torch.device) -> torch.Tensor | None:
+    from nemo_automodel.components.models.deepseek_v4.layers import DeepseekV4RotaryEmbedding
+
+    config: Any = model.config
+    compressed = {"model.rotary_emb": False, "model.rotary_emb_compress": True}.get(path)
+    if compressed is None:
+        return None
+    return DeepseekV4RotaryEmbedding(
+        rope_theta=float(config.compress_rope_theta if compressed else config.rope_theta),
+        head_dim=int(config.head_dim),
+        partial_rotary_factor=config.qk_rope_head_dim / config.head_dim,
+        rope_scaling=config.rope_scaling if compressed else None,
+    ).inv_freq.to(device)

@@ -59,6 +59,21 @@ class Slot:
     part: Part | None = None
 
 
+@dataclass(frozen=True)
+class Region:
+    """The part of an official tensor that a rank holds.
+
+    Attributes:
+        target: view of the rank's memory, in official orientation; writes go through.
+        rows: rows of the official tensor, [first, last).
+        cols: its columns; a vector has none, (0, 0).
+    """
+
+    target: torch.Tensor
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+
+
 class Layout:
     """Names and expert stacking of one model implementation."""
 
@@ -128,6 +143,37 @@ class Layout:
         rows, cols = official_shape
         rows = rows if slot.part == "down" else 2 * rows
         return (num_experts, cols, rows) if self._transposed else (num_experts, rows, cols)
+
+    def region(
+        self, local: torch.Tensor, offsets: Sequence[int], slot: Slot, official_shape: Sequence[int]
+    ) -> Region | None:
+        """Find which part of an official tensor a rank's part of a model tensor holds.
+
+        Args:
+            local: the rank's part of the model tensor at `slot.key`.
+            offsets: where it begins in the whole model tensor, one a dim.
+            slot: the official tensor's place.
+            official_shape: its shape.
+
+        Returns:
+            The part and a view of it, or None where the rank holds nothing of it.
+        """
+        if slot.expert is None:
+            if local.dim() == 0:
+                return Region(local, (0, 1), (0, 0))
+            cols = (offsets[1], offsets[1] + local.shape[1]) if local.dim() > 1 else (0, 0)
+            whole = Region(local, (offsets[0], offsets[0] + local.shape[0]), cols)
+            return whole if local.numel() else None
+        if not offsets[0] <= slot.expert < offsets[0] + local.shape[0]:
+            return None
+        matrix, (row, col) = local[slot.expert - offsets[0]], offsets[1:]
+        if self._transposed:
+            matrix, row, col = matrix.transpose(0, 1), col, row
+        start = official_shape[0] if slot.part == "up" else 0
+        first, last = max(row, start), min(row + matrix.shape[0], start + official_shape[0])
+        if first >= last or not matrix.shape[1]:
+            return None
+        return Region(matrix[first - row : last - row], (first - start, last - start), (col, col + matrix.shape[1]))
 
     def split(self, state_dict: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Slot]]:
         """Yield (official name, slot) for every tensor of a state dict in export order, reading shapes only.

@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 import torch
 
+from nemo_rl_dsv4.model.checkpoint.fp4_range import scales_fit_fp8
 from nemo_rl_dsv4.model.official_names import tensor_kind
 from nemo_rl_dsv4.model.release_checkpoint import ReleaseCheckpoint
 from nemo_rl_dsv4.model.stored_weight import decode_scale, decode_weight, is_quantized, scale_name
-from nemo_rl_dsv4.numerics import RolloutProfile, get_profile
+from nemo_rl_dsv4.numerics import QuantSpec, RolloutProfile, get_profile
+from nemo_rl_dsv4.numerics.formats import e8m0_bytes_to_scale, is_power_of_two
 from nemo_rl_dsv4.refit.export import export_tensor, export_weights
 from nemo_rl_dsv4.refit.report import Stream
 
@@ -97,6 +99,42 @@ def verify_export(
         if on_weight is not None:
             on_weight(name)
     return report
+
+
+class ExportCheck:
+    """Notes weights that the rollout could not hold as the checkpoint does, while `load_into` passes them by.
+
+    Give the object as `on_stored`. Pieces whose format settles the question (FP8 with power-of-two scales; FP4 whose
+    scales lie close enough) cost nothing; others are decoded, exported and compared.
+
+    Attributes:
+        changed: {official name: largest difference over the largest magnitude}.
+    """
+
+    def __init__(self, profile: str | RolloutProfile) -> None:
+        self.profile = get_profile(profile) if isinstance(profile, str) else profile
+        self.changed: dict[str, float] = {}
+
+    def __call__(self, name: str, data: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """Check rows of a stored weight; they begin at a multiple of 128."""
+        if scale is None or _surely_exact(data, scale, self.profile.site(tensor_kind(name))):
+            return
+        value = decode_weight(name, data, scale, torch.float32, power_of_two=False)
+        error = _relative_error(value, _values(name, _pair(name, export_tensor(name, value, self.profile))))
+        if error:
+            self.changed[name] = max(error, self.changed.get(name, 0.0))
+
+
+def _surely_exact(data: torch.Tensor, scale: torch.Tensor, spec: QuantSpec | None) -> bool:
+    if spec is None or spec.fmt == "e2m1" or spec.block != (128, 128) or spec.scale != "ue8m0" or spec.amax_floor:
+        return False
+    if data.dtype in (torch.int8, torch.uint8):
+        return scales_fit_fp8(scale)
+    return scale.dtype != torch.bfloat16 and bool(is_power_of_two(_scale_values(scale)).all())
+
+
+def _scale_values(scale: torch.Tensor) -> torch.Tensor:
+    return scale if scale.dtype == torch.float32 else e8m0_bytes_to_scale(scale)
 
 
 _Pair = tuple[torch.Tensor, torch.Tensor | None]
