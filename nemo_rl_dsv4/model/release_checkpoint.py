@@ -14,12 +14,13 @@ import torch
 
 from nemo_rl_dsv4.model.checkpoint.check import check_checkpoint
 from nemo_rl_dsv4.model.checkpoint.classes import MTP, UNSCALED_FP8
-from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL, Layout
 from nemo_rl_dsv4.model.checkpoint.values import decode_tensor
+from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL, Layout
 from nemo_rl_dsv4.model.release_writer import write_release_checkpoint
 from nemo_rl_dsv4.model.safetensors_file import ShardReader
 
 __all__ = ["ReleaseCheckpoint", "read_release_checkpoint", "write_release_checkpoint"]
+
 
 class ReleaseCheckpoint:
     """A checked folder: `config`, and tensors by official name, one at a time.

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.model.build import build_model, resolve_dtype
+from nemo_rl_dsv4.model.build import build_model, materialize, resolve_dtype
+from nemo_rl_dsv4.model.checkpoint.load import load_into
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.hf_config import read_config
-from nemo_rl_dsv4.model.release_checkpoint import read_release_checkpoint
-from nemo_rl_dsv4.numerics import get_profile
+from nemo_rl_dsv4.numerics import RolloutProfile, get_profile
 from nemo_rl_dsv4.policy.dispatcher import check_dispatcher
 from nemo_rl_dsv4.policy.parallel import ParallelSizes, create_meshes
 from nemo_rl_dsv4.policy.worker import PolicyWorker
-from nemo_rl_dsv4.refit.verify import verify_export
+from nemo_rl_dsv4.refit.verify import ExportCheck
 from nemo_rl_dsv4.routes import RouterMode
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,31 +64,46 @@ class PolicySpec:
     logprob_chunk_size: int | None = None
 
 
-def check_checkpoint_fits(checkpoint: Path, hf_config: Mapping[str, Any], spec: PolicySpec) -> None:
-    """Refuse a quantized checkpoint that the rollout could not hold as it is.
+def check_scale_kind(checkpoint: Path, hf_config: Mapping[str, Any], profile: RolloutProfile) -> bool:
+    """Refuse a quantized checkpoint whose scales are of another kind than the rollout's.
 
-    Every rank reads the checkpoint once more for this; nothing is kept.
+    Returns:
+        Whether its weights have to be compared with what the rollout can hold: both are quantized.
 
     Raises:
-        UserError: scales of another kind than the profile's, or weights whose values change on export (FP4 experts
-            whose scales lie further apart than an FP8 block can hold).
+        UserError: power-of-two scales against float scales, or the other way round.
     """
     quantization = hf_config.get("quantization_config")
-    weight = get_profile(spec.profile).site("linear.weight")
+    weight = profile.site("linear.weight")
     if not quantization or weight is None:
-        return
+        return False
     found = "ue8m0" if quantization.get("scale_fmt") == "ue8m0" else "float32"
     if found != weight.scale:
         raise UserError(
             f"{checkpoint}: scales are {found} (quantization_config.scale_fmt {quantization.get('scale_fmt')!r}), but "
-            f"rollout profile {spec.profile} rounds weights with {weight.scale} scales; take a profile that fits"
+            f"rollout profile {profile.name} rounds weights with {weight.scale} scales; take a profile that fits"
         )
-    report = verify_export(checkpoint, spec.profile, config_overrides=spec.config_overrides)
-    if not report.ok:
-        name, error = max(report.changed.items(), key=lambda item: item[1])
+    return True
+
+
+def load_weights(model: torch.nn.Module, spec: PolicySpec, hf_config: Mapping[str, Any]) -> None:
+    """Read this rank's part of `spec.checkpoint` into a model that was built on meta and is sharded by now.
+
+    Raises:
+        UserError: any damage; scales of another kind than the profile's; weights whose values change on export (FP4
+            experts whose scales lie further apart than an FP8 block can hold).
+    """
+    assert spec.checkpoint is not None
+    checkpoint, profile = Path(spec.checkpoint), get_profile(spec.profile)
+    check = ExportCheck(profile) if check_scale_kind(checkpoint, hf_config, profile) else None
+    materialize(model, torch.device("cpu"))
+    report = load_into(model, checkpoint, config_overrides=spec.config_overrides, on_stored=check)
+    log.info("read %d tensors, %.2f GiB in %.1f s", report.tensors, report.bytes / 2**30, report.seconds)
+    if check is not None and check.changed:
+        name, error = max(check.changed.items(), key=lambda item: item[1])
         raise UserError(
-            f"{checkpoint}: {len(report.changed)} tensors would change on the way to the rollout, most of all "
-            f"{name!r} (relative error {error:.2g}); its scales lie too far apart for profile {spec.profile}"
+            f"{checkpoint}: {len(check.changed)} tensors would change on the way to the rollout, most of all "
+            f"{name!r} (relative error {error:.2g}); its scales lie too far apart for profile {profile.name}"
         )
 
 
@@ -107,14 +126,13 @@ def build_worker(spec: PolicySpec) -> PolicyWorker:
         dtype=resolve_dtype(spec.precision),
         routing_weight_after_down=bool(spec.fake_quant.get("experts")),
         seed=spec.seed,
+        device=None if spec.checkpoint is None else torch.device("meta"),
     )
-    if spec.checkpoint is not None:
-        check_checkpoint_fits(Path(spec.checkpoint), hf_config, spec)
-        state = read_release_checkpoint(Path(spec.checkpoint), config_overrides=spec.config_overrides)
-        model.load_state_dict(state, strict=True)
+    load = None if spec.checkpoint is None else partial(load_weights, spec=spec, hf_config=hf_config)
     return PolicyWorker(
         model,
         create_meshes(spec.sizes),
+        load=load,
         profile=profile,
         fake_quant=spec.fake_quant,
         micro_batch_size=spec.micro_batch_size,

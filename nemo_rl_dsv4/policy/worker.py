@@ -35,8 +35,9 @@ class PolicyWorker:
     """Trains one rank's share of an AutoModel DeepSeek-V4.
 
     Args:
-        model: the whole model with its weights, not yet sharded.
+        model: the whole model, not yet sharded, with its weights or without (see `load`).
         meshes: this rank's process meshes.
+        load: fills the sharded model with weights; None for a model that has them.
         profile: the rollout whose rounding to install.
         fake_quant: which site groups to round.
         micro_batch_size: sequences of one forward and backward pass.
@@ -67,6 +68,7 @@ class PolicyWorker:
         keep_reference: bool = False,
         logprob_chunk_size: int | None = None,
         router: RouterMode = RouterMode.OWN,
+        load: Callable[[torch.nn.Module], None] | None = None,
     ) -> None:
         self.meshes = meshes
         self.rounding: InstallReport | None = None
@@ -75,6 +77,8 @@ class PolicyWorker:
         self.head = install_scoring_head(model, chunk_size=logprob_chunk_size)
         self.router = None if router is RouterMode.OWN else RouterReplayer(model, replay=router is RouterMode.REPLAY)
         self.model = parallelize(model, meshes, activation_checkpointing=activation_checkpointing)
+        if load is not None:
+            load(self.model)
         self.micro_batch_size, self.logprob_batch_size = micro_batch_size, logprob_batch_size
         self.max_grad_norm = max_grad_norm
         self.optimizer = build_optimizer(self.model.parameters(), optimizer["name"], optimizer["kwargs"])

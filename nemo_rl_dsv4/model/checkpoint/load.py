@@ -115,9 +115,7 @@ def load_into(
             if piece.last:
                 done.add(piece.tensor.name)
             advance(data.nbytes)
-        return LoadReport(
-            len(names), reader.bytes_read, time.monotonic() - started, reader.retries, checkpoint.mtp
-        )
+        return LoadReport(len(names), reader.bytes_read, time.monotonic() - started, reader.retries, checkpoint.mtp)
 
 
 def _write(
@@ -176,9 +174,7 @@ def _pieces(model: torch.nn.Module, checkpoint: CheckedCheckpoint, layout: Layou
         parts = row_pieces(tensor, region.rows) if tensor.shape else [(0, 1)]
         if len(parts) == 1 and not is_quantized(tensor.dtype) and not tensor.dtype.is_floating_point:
             parts = [region.rows]  # a table is one piece
-        pieces += [
-            _Piece(tensor, checkpoint.scales.get(name), region, rows, rows is parts[-1]) for rows in parts
-        ]
+        pieces += [_Piece(tensor, checkpoint.scales.get(name), region, rows, rows is parts[-1]) for rows in parts]
     return pieces
 
 
@@ -188,8 +184,8 @@ def _check_model(slots: Mapping[str, Any], checkpoint: CheckedCheckpoint) -> Non
         name = min(missing or extra)
         what = "the model has no place for" if missing else "the checkpoint's config does not ask for"
         raise UserError(
-            f"{checkpoint.directory}: {what} {name!r} ({len(missing)} and {len(extra)} tensors differ); build the model "
-            "from this checkpoint's config"
+            f"{checkpoint.directory}: {what} {name!r} ({len(missing)} and {len(extra)} tensors differ); build the "
+            "model from this checkpoint's config"
         )
 
 

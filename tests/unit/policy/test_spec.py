@@ -9,11 +9,11 @@ import pytest
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.build import CPU_BACKEND
-from nemo_rl_dsv4.model.hf_config import read_config
 from nemo_rl_dsv4.model.qat import SWITCHES
 from nemo_rl_dsv4.model.release_writer import write_release_checkpoint
+from nemo_rl_dsv4.numerics import get_profile
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
-from nemo_rl_dsv4.policy.spec import PolicySpec, build_worker, check_checkpoint_fits
+from nemo_rl_dsv4.policy.spec import PolicySpec, build_worker, check_scale_kind
 
 
 def spec(folder: Path, profile: str = "vllm-hopper") -> PolicySpec:
@@ -30,10 +30,6 @@ def spec(folder: Path, profile: str = "vllm-hopper") -> PolicySpec:
     )
 
 
-def check(folder: Path) -> None:
-    check_checkpoint_fits(folder, read_config(folder), spec(folder))
-
-
 def test_a_good_checkpoint_builds(tiny_config, training_state, tmp_path):
     write_release_checkpoint(training_state, tiny_config, tmp_path / "model")
     worker = build_worker(spec(tmp_path / "model"))
@@ -47,7 +43,7 @@ def test_fp4_experts_that_fp8_cannot_hold_are_refused(tiny_config, training_stat
     experts[0, :32, 1] = 6.0
     write_release_checkpoint(training_state, tiny_config, tmp_path / "model")
     with pytest.raises(UserError, match=r"1 tensors would change .* 'layers\.1\.ffn\.experts\.0\.w1\.weight'"):
-        check(tmp_path / "model")
+        build_worker(spec(tmp_path / "model"))
 
 
 def test_scales_of_another_kind_are_refused(tiny_config, training_state, tmp_path):
@@ -58,9 +54,9 @@ def test_scales_of_another_kind_are_refused(tiny_config, training_state, tmp_pat
     del config["quantization_config"]["scale_fmt"]
     file.write_text(json.dumps(config))
     with pytest.raises(UserError, match="scales are float32 .*rounds weights with ue8m0 scales"):
-        check(tmp_path / "model")
+        build_worker(spec(tmp_path / "model"))
 
 
 def test_an_unquantized_checkpoint_needs_no_check(tmp_path):
     """Nothing is read: the folder is empty."""
-    assert check_checkpoint_fits(tmp_path, {}, spec(tmp_path)) is None
+    assert not check_scale_kind(tmp_path, {}, get_profile("vllm-hopper"))

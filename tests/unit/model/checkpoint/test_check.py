@@ -171,7 +171,9 @@ def test_mtp_is_told_by_its_keys_and_checked_only_when_it_counts(folder: Path) -
 
 def test_a_drafter_of_three_blocks_is_a_note(folder: Path) -> None:
     """Case C031: Flash-0731 keeps a drafter under the prefix of multi-token prediction."""
-    add_tensors(folder, mtp_block(0, next_token=False) | mtp_block(1, next_token=False) | mtp_block(2, next_token=False))
+    add_tensors(
+        folder, mtp_block(0, next_token=False) | mtp_block(1, next_token=False) | mtp_block(2, next_token=False)
+    )
     edit_config(folder, num_nextn_predict_layers=1)
     checked = check_checkpoint(folder, for_training=False)
     assert (checked.mtp, checked.problems) == ("drafter", [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_regions_tile_every_tensor(layout: Layout, dims: tuple[int, int], sharde
         filled = torch.full_like(tensor, 7)
         dim = stack_dim if slot.part else min(plain_dim, tensor.dim() - 1)
         cuts = [0, tensor.shape[dim] // 3, tensor.shape[dim] // 2, tensor.shape[dim]]
-        for first, last in zip(cuts, cuts[1:], strict=False):
+        for first, last in pairwise(cuts):
             offsets = [0] * tensor.dim()
             offsets[dim] = first
             region = layout.region(filled.narrow(dim, first, last - first), offsets, slot, checked.shapes[name])
@@ -157,7 +158,7 @@ def test_stored_weights_pass_by_once(sharded: Path) -> None:
     checked = check_checkpoint(sharded)
     names = [name for name, _, _ in iterate_weights(checked)]
     assert names == list(checked.shapes)
-    ((name, data, scale),) = iterate_weights(checked, ["layers.1.ffn.experts.3.w1.weight"])
+    ((_, data, scale),) = iterate_weights(checked, ["layers.1.ffn.experts.3.w1.weight"])
     assert (data.dtype, scale is not None and scale.dtype) == (torch.int8, torch.float8_e8m0fnu)
 
 
