@@ -1,0 +1,157 @@
+"""A vLLM engine in this process, behind the interface of the CPU reference engine.
+
+Runs in vLLM's own environment (see docs/rollout.md): nothing here imports AutoModel or transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.generation.completion import Completion
+from nemo_rl_dsv4.generation.sampling import SamplingParams
+from nemo_rl_dsv4.generation.vllm_settings import VllmSpec, engine_arguments, engine_environment, engine_findings
+from nemo_rl_dsv4.numerics import get_profile
+
+SUPPORTED = ((0, 25), (0, 34))
+"""First version of vLLM that is known to work, and the first that is not."""
+
+
+def require_vllm() -> str:
+    """Version of the vLLM that this process imports.
+
+    Raises:
+        UserError: there is none, or it is not one of the supported versions.
+    """
+    wanted = f"vLLM {SUPPORTED[0][0]}.{SUPPORTED[0][1]} to {SUPPORTED[1][0]}.{SUPPORTED[1][1] - 1}"
+    try:
+        import vllm
+    except ImportError as error:
+        raise UserError(
+            f"vLLM cannot be imported here ({error}); wanted {wanted}. Make its environment with "
+            "`UV_PROJECT_ENVIRONMENT=.venv-vllm uv sync --no-default-groups --extra vllm`"
+        ) from error
+    found = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+    if not SUPPORTED[0] <= found < SUPPORTED[1]:
+        raise UserError(f"vLLM is {vllm.__version__}; wanted {wanted}")
+    return vllm.__version__
+
+
+class VllmEngine:
+    """Starts the engine; the weights are those of `spec.model` until the first refit.
+
+    Args:
+        spec: settings; checked against its profile before anything starts.
+
+    Raises:
+        UserError: settings that contradict the profile, no usable vLLM, or an engine that says it computes otherwise.
+    """
+
+    def __init__(self, spec: VllmSpec) -> None:
+        self.spec, self.profile = spec, get_profile(spec.profile)
+        arguments = engine_arguments(spec, self.profile)
+        # Read by vLLM when it is imported, and inherited by its worker processes.
+        os.environ.update(engine_environment(self.profile, spec.environment))
+        if spec.tensor_parallel_size == 1:
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        self.version = require_vllm()
+        from vllm import LLM
+
+        self.llm: Any = LLM(**arguments)
+        findings = engine_findings(self.describe(), self.profile)
+        if findings:
+            raise UserError(f"the engine does not compute what profile {spec.profile} says: {'; '.join(findings)}")
+
+    def describe(self) -> dict[str, Any]:
+        """What the engine's first worker says of itself; the keys are those that `engine_findings` reads."""
+        return {"vllm": self.version, **self.llm.collective_rpc("describe_numerics")[0]}
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, *, seed: int, request_ids: list[int] | None = None
+    ) -> list[Completion]:
+        """Continue prompts.
+
+        Args:
+            prompts: token ids, none empty.
+            params: how to sample; temperature 0 is greedy.
+            seed: with a request's id it fixes that request's draws.
+            request_ids: one per prompt; default 0, 1, ...
+
+        Raises:
+            UserError: a prompt that is empty or leaves no room for a token; stop strings without a tokenizer.
+        """
+        if params.stop_strings and self.spec.tokenizer is None:
+            raise UserError("policy.generation.stop_strings is set, but the engine was started without a tokenizer")
+        ids = list(range(len(prompts))) if request_ids is None else request_ids
+        requests = [
+            self._sampling(prompt, params, seed, request_id) for prompt, request_id in zip(prompts, ids, strict=True)
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], requests, use_tqdm=False)
+        return [self._completion(output) for output in outputs]
+
+    def _sampling(self, prompt: list[int], params: SamplingParams, seed: int, request_id: int) -> Any:
+        from vllm import SamplingParams as VllmSamplingParams
+
+        room = self.spec.max_model_len - len(prompt)
+        if not prompt or room < 1:
+            raise UserError(
+                f"a prompt has {len(prompt)} tokens; wanted 1 to {self.spec.max_model_len - 1} "
+                "(policy.generation.vllm_cfg.max_model_len less one)"
+            )
+        return VllmSamplingParams(
+            max_tokens=min(params.max_new_tokens, room),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=-1 if params.top_k is None else params.top_k,
+            seed=(seed * 1_000_003 + request_id * 7_919 + 17) % 2**31,
+            stop_token_ids=list(params.stop_token_ids),
+            stop=list(params.stop_strings) or None,
+            include_stop_str_in_output=bool(params.stop_strings),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=bool(params.stop_strings),
+        )
+
+    def _completion(self, output: Any) -> Completion:
+        result = output.outputs[0]
+        tokens = list(result.token_ids)
+        logprobs = [float(position[token].logprob) for position, token in zip(result.logprobs, tokens, strict=True)]
+        routes = getattr(result, "routed_experts", None)
+        if self.spec.return_routed_experts:
+            wanted = len(output.prompt_token_ids) + len(tokens) - 1
+            if routes is None or len(routes) != wanted:
+                found = "none" if routes is None else f"{len(routes)} rows"
+                raise RuntimeError(
+                    f"the engine returned {found} of routed experts for a request of {wanted + 1} tokens"
+                )
+        return Completion(
+            tokens,
+            logprobs,
+            result.finish_reason == "length",
+            None if routes is None else torch.from_numpy(routes.astype("int16")),
+        )
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probability of every token but the first under one prefill of each whole sequence.
+
+        Beside the logprobs of `generate` this shows how far the engine's decoding is from its own prefill.
+        """
+        from vllm import SamplingParams as VllmSamplingParams
+
+        request = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in sequences], request, use_tqdm=False)
+        return [
+            [float(row[token].logprob) for row, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+            for output, ids in zip(outputs, sequences, strict=True)
+        ]
+
+    def sleep(self) -> None:
+        """Give weights and KV cache back to the GPU; the next refit must bring all weights."""
+        self.llm.sleep(level=2)
+
+    def wake_up(self, *tags: str) -> None:
+        """Take memory again: `weights` before a refit, `kv_cache` after it, or both without tags."""
+        self.llm.wake_up(list(tags) or None)
