@@ -1,0 +1,1 @@
+"""How far the trainer's token probabilities are from the rollout's, and which rounding the distance comes from."""
