@@ -1,0 +1,158 @@
+"""The result of a mismatch study, and what it says in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from nemo_rl_dsv4.mismatch.measure import Mismatch
+
+Kind = Literal["reference point", "on its own", "left out", "replay"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One trainer that scored the rollout.
+
+    Attributes:
+        name: what is switched, such as `kv` or `rope_fp32`; for a reference point what it is.
+        kind: `reference point` (nothing aligned, everything aligned), `on its own` (only this is aligned), `left out`
+            (everything but this), `replay` (the rollout's experts).
+        mismatch: its distances from the rollout.
+        overlap: share of the rollout's experts that this trainer chose as well; None where no routes were recorded.
+    """
+
+    name: str
+    kind: Kind
+    mismatch: Mismatch
+    overlap: float | None = None
+
+
+NOTHING, EVERYTHING = "nothing aligned", "everything aligned"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Everything that was measured on one rollout.
+
+    Attributes:
+        engine: what sampled the rollout.
+        trainer: what scored it (profile, precision, model).
+        variants: the trainers.
+        floor: the engine's decoding against its own prefill of the same tokens: no trainer can be closer than that to
+            both. None where it was not measured.
+        positions: distances along the response of the fully aligned trainer.
+        layers: per layer `layer`, `cosine` (mean over tokens of trainer and engine hidden states) and `relative_error`.
+    """
+
+    engine: dict[str, Any]
+    trainer: dict[str, Any]
+    variants: tuple[Variant, ...]
+    floor: Mismatch | None = None
+    positions: tuple[dict[str, float], ...] = ()
+    layers: tuple[dict[str, float], ...] = field(default=())
+
+    def variant(self, name: str, kind: Kind) -> Variant | None:
+        """The trainer of that name and kind, if it was measured."""
+        return next((v for v in self.variants if (v.name, v.kind) == (name, kind)), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; `conclusions` included."""
+        return {**asdict(self), "conclusions": conclusions(self)}
+
+
+def conclusions(study: Study) -> list[str]:
+    """Sentences: how far apart, against which floor, which site matters most, what to fix first."""
+    nothing = study.variant(NOTHING, "reference point")
+    everything = study.variant(EVERYTHING, "reference point")
+    said = []
+    if nothing and everything:
+        before, after = nothing.mismatch.k3, everything.mismatch.k3
+        said.append(
+            f"k3 is {before} with nothing aligned and {after} with everything aligned"
+            + (f", {before.mean / after.mean:.3g} times less." if 0 < after.mean < before.mean else ".")
+        )
+    if everything:
+        said += _against_floor(everything, study.floor)
+        said += _what_to_fix(study, everything)
+    said += _replay(study, everything)
+    if study.layers:
+        worst = min(study.layers, key=lambda row: row["cosine"])
+        said.append(
+            f"Hidden states part most after layer {int(worst['layer'])}: cosine {worst['cosine']:.6f}, relative error "
+            f"{worst['relative_error']:.2e}."
+        )
+    return said
+
+
+def _against_floor(everything: Variant, floor: Mismatch | None) -> list[str]:
+    if floor is None:
+        return ["The engine's own floor (its decoding against its own prefill) was not measured."]
+    rest, limit = everything.mismatch.k3, floor.k3
+    if limit.mean == 0.0:
+        return ["The engine's decoding equals its own prefill, so all of the rest is between trainer and engine."]
+    share = rest.mean / limit.mean
+    closer = "closer to the engine than the engine's two ways of computing are to each other" if share < 1 else ""
+    return [
+        f"The engine's decoding is {limit} from its own prefill; the aligned trainer stands at {share:.2g} times that"
+        + (f": {closer}." if closer else ".")
+    ]
+
+
+def _what_to_fix(study: Study, everything: Variant) -> list[str]:
+    """Rank what is left out by how much farther the trainer then is."""
+    left_out = [v for v in study.variants if v.kind == "left out"]
+    if not left_out:
+        return []
+    whole = everything.mismatch.k3
+    ranked = sorted(left_out, key=lambda v: v.mismatch.k3.mean, reverse=True)
+    telling = [v for v in ranked if v.mismatch.k3.low > whole.high]
+    if not telling:
+        return ["Leaving any one of them out changes k3 by less than its confidence interval."]
+    first = telling[0]
+    said = [
+        f"Fix {first.name} first: without it alone k3 rises from {whole} to {first.mismatch.k3}"
+        + (f" ({first.mismatch.k3.mean / whole.mean:.3g} times)." if whole.mean > 0 else ".")
+    ]
+    if len(telling) > 1:
+        others = ", ".join(f"{v.name} ({v.mismatch.k3.mean:.2e})" for v in telling[1:])
+        said.append(f"Then, in this order: {others}.")
+    harmful = [v for v in left_out if v.mismatch.k3.high < whole.low]
+    said += [
+        f"Leaving {v.name} out makes the trainer closer ({v.mismatch.k3}): its rounding is not what this engine does."
+        for v in harmful
+    ]
+    silent = [v.name for v in ranked if v not in telling and v not in harmful]
+    if silent:
+        said.append(f"Within noise on this rollout: {', '.join(silent)}.")
+    return said
+
+
+def _replay(study: Study, everything: Variant | None) -> list[str]:
+    replayed = study.variant("router replay", "replay")
+    if replayed is None or everything is None:
+        return []
+    own = f" (it chose {everything.overlap:.2%} of the rollout's experts by itself)" if everything.overlap else ""
+    return [f"With the rollout's experts replayed{own} k3 is {replayed.mismatch.k3}."]
+
+
+def rows(study: Study) -> Sequence[dict[str, str]]:
+    """The table, one row a variant, texts ready to print; the floor comes last."""
+    table = [_row(v.name, v.kind, v.mismatch, v.overlap) for v in study.variants]
+    if study.floor is not None:
+        table.append(_row("engine: decoding against its prefill", "floor", study.floor, None))
+    return table
+
+
+def _row(name: str, kind: str, mismatch: Mismatch, overlap: float | None) -> dict[str, str]:
+    return {
+        "trainer": name,
+        "kind": kind,
+        "k1": f"{mismatch.k1.mean:+.3e}",
+        "k3": f"{mismatch.k3.mean:.3e}",
+        "k3, 95 %": f"{mismatch.k3.low:.1e} to {mismatch.k3.high:.1e}",
+        "prob diff": f"{mismatch.prob_diff.mean:.3e}",
+        "largest": f"{mismatch.largest:.2e}",
+        "experts": "" if overlap is None else f"{overlap:.2%}",
+    }

@@ -1,0 +1,61 @@
+"""The words follow from the numbers: what to fix first, what does not matter, what is wrong."""
+
+from nemo_rl_dsv4.mismatch.measure import Estimate, Mismatch
+from nemo_rl_dsv4.mismatch.study import EVERYTHING, NOTHING, Study, Variant, conclusions, rows
+
+
+def mismatch(k3: float, width: float = 0.1) -> Mismatch:
+    estimate = Estimate(k3, k3 * (1 - width), k3 * (1 + width))
+    return Mismatch(k1=estimate, k3=estimate, prob_diff=estimate, largest=0.5, tokens=100, prompts=10)
+
+
+def study(floor: float | None = 4e-3, **left_out: float) -> Study:
+    variants = [
+        Variant(NOTHING, "reference point", mismatch(1e-1)),
+        Variant(EVERYTHING, "reference point", mismatch(1e-3), 0.97),
+        *(Variant(name, "left out", mismatch(value)) for name, value in left_out.items()),
+    ]
+    return Study({}, {}, tuple(variants), None if floor is None else mismatch(floor))
+
+
+def test_the_largest_site_is_named_first_and_noise_is_called_noise() -> None:
+    said = conclusions(study(kv=2e-3, weights=5e-2, indexer=1.02e-3, o_proj=1e-4))
+    assert said[0].startswith("k3 is 1.000e-01") and "100 times less" in said[0]
+    assert "0.25 times that: closer to the engine" in said[1]
+    assert said[2].startswith("Fix weights first") and "(50 times)" in said[2]
+    assert said[3] == "Then, in this order: kv (2.00e-03)."
+    assert said[4].startswith("Leaving o_proj out makes the trainer closer")
+    assert said[5] == "Within noise on this rollout: indexer."
+
+
+def test_no_site_stands_out() -> None:
+    assert conclusions(study(kv=1.05e-3))[-1] == (
+        "Leaving any one of them out changes k3 by less than its confidence interval."
+    )
+
+
+def test_a_floor_of_zero_or_none_is_said() -> None:
+    assert "was not measured" in conclusions(study(None))[1]
+    assert "equals its own prefill" in conclusions(study(0.0))[1]
+
+
+def test_replay_and_layers() -> None:
+    base = study()
+    with_more = Study(
+        {},
+        {},
+        (*base.variants, Variant("router replay", "replay", mismatch(5e-4))),
+        layers=(
+            {"layer": 0, "cosine": 0.99999, "relative_error": 1e-4},
+            {"layer": 1, "cosine": 0.9, "relative_error": 0.4},
+        ),
+    )
+    said = conclusions(with_more)
+    assert "(it chose 97.00% of the rollout's experts by itself) k3 is 5.000e-04" in said[-2]
+    assert "after layer 1: cosine 0.900000" in said[-1]
+
+
+def test_rows_have_the_floor_last() -> None:
+    table = rows(study(kv=2e-3))
+    assert [row["trainer"] for row in table][-1].startswith("engine: decoding")
+    assert table[1]["experts"] == "97.00%" and table[2]["kind"] == "left out"
