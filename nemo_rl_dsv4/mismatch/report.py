@@ -1,0 +1,146 @@
+"""A study on disk: `mismatch.json`, `mismatch.png` and `mismatch.html`."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.mismatch.study import Study, conclusions, rows
+from nemo_rl_dsv4.utils.plots import COLORS, GRID, INK
+from nemo_rl_dsv4.utils.report import STYLE
+from nemo_rl_dsv4.utils.run_folder import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+KIND_COLORS = {
+    "reference point": INK,
+    "on its own": COLORS[0],
+    "left out": COLORS[1],
+    "replay": COLORS[2],
+    "floor": COLORS[5],
+}
+TITLE = "Rollout against trainer"
+
+
+def write_study(study: Study, folder: Path) -> dict[str, Path]:
+    """Write the three files into `folder` (made if needed).
+
+    Returns:
+        what was written: short description -> path.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    files = {
+        name: folder / f"mismatch.{ending}" for name, ending in (("data", "json"), ("plot", "png"), ("report", "html"))
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(files["data"], json.dumps(study.to_dict(), indent=1) + "\n")
+        draw_study(study, files["plot"])
+        write_whole(files["report"], render_study(study, files["plot"].read_bytes()))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot write the study there ({error.strerror})") from error
+    return files
+
+
+def draw_study(study: Study, path: Path) -> None:
+    """Draw k3 of every trainer with its interval and, where they were measured, distances by position and layer."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = 1 + bool(study.positions) + bool(study.layers)
+    bars = len(study.variants) + (study.floor is not None)
+    figure = Figure(figsize=(7.5 + 4.5 * (panels - 1), 2.0 + 0.28 * bars), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    _bars(axes.pop(0), study)
+    if study.positions:
+        _curve(
+            axes.pop(0),
+            "Along the response",
+            "position in the response",
+            [row["first"] for row in study.positions],
+            [("k3", [row["k3"] for row in study.positions])],
+        )
+    if study.layers:
+        _curve(
+            axes.pop(0),
+            "Hidden states, relative error",
+            "layer",
+            [row["layer"] for row in study.layers],
+            [("", [row["relative_error"] for row in study.layers])],
+        )
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        figure.savefig(partial, format="png")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _style(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize=10.5, color=INK, loc="left")
+    axes.tick_params(which="both", labelsize=8.5, colors=INK)
+    axes.grid(True, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(GRID)
+
+
+def _bars(axes: Axes, study: Study) -> None:
+    """One bar a trainer, widest interval and all, on a logarithmic axis; a k3 of exactly 0 has no bar."""
+    _style(axes, "k3 of rollout against trainer, 95 % interval over prompts")
+    entries: list[tuple[str, str, Any]] = [
+        (f"{v.name}" + ("" if v.kind == "reference point" else f" ({v.kind})"), v.kind, v.mismatch.k3)
+        for v in study.variants
+    ]
+    if study.floor is not None:
+        entries.append(("engine against its own prefill", "floor", study.floor.k3))
+    entries.reverse()
+    for height, (_, kind, k3) in enumerate(entries):
+        if k3.mean <= 0:
+            continue
+        axes.barh(height, k3.mean, color=KIND_COLORS[kind], height=0.66)
+        axes.hlines(height, max(k3.low, k3.mean * 1e-2), k3.high, color=INK, linewidth=1.1)
+    axes.set_yticks(range(len(entries)), [name for name, _, _ in entries])
+    positive = [k3.mean for _, _, k3 in entries if k3.mean > 0]
+    if positive:
+        axes.set_xscale("log")
+        axes.set_xlim(min(positive) / 3, max(k3.high for _, _, k3 in entries) * 2)
+    axes.set_xlabel("k3", fontsize=9, color=INK)
+
+
+def _curve(axes: Axes, title: str, label: str, x: list[float], lines: list[tuple[str, list[float]]]) -> None:
+    _style(axes, title)
+    for (name, values), color in zip(lines, COLORS, strict=False):
+        axes.plot(x, values, color=color, linewidth=1.8, marker="o", markersize=4, label=name or None)
+    if all(value > 0 for _, values in lines for value in values):
+        axes.set_yscale("log")
+    axes.set_xlabel(label, fontsize=9, color=INK)
+    if any(name for name, _ in lines):
+        axes.legend(fontsize=8, frameon=False)
+
+
+def render_study(study: Study, picture: bytes) -> str:
+    """The HTML page as text; the picture is inside it."""
+    table = rows(study)
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in table[0])
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row.values())}</tr>" for row in table)
+    said = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in conclusions(study))
+    about = json.dumps({"engine": study.engine, "trainer": study.trainer}, indent=1)
+    image = base64.b64encode(picture).decode()
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{TITLE}</title><style>{STYLE}</style>'
+        f"</head><body><h1>{TITLE}</h1><ul>{said}</ul>"
+        f'<img alt="k3 of every trainer, by position and by layer" src="data:image/png;base64,{image}">'
+        f"<h2>Numbers</h2><table><tr>{heads}</tr>{body}</table>"
+        f"<h2>What was compared</h2><pre>{html.escape(about)}</pre></body></html>\n"
+    )
