@@ -12,7 +12,6 @@ windows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from transformers import DynamicCache
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.generation.completion import Completion
 from nemo_rl_dsv4.generation.rounding import install_rollout_rounding
 from nemo_rl_dsv4.generation.route_capture import RouteCapture
 from nemo_rl_dsv4.generation.sampling import SamplingParams, request_uniforms, sample_tokens, token_logprobs
@@ -27,24 +27,6 @@ from nemo_rl_dsv4.model.checkpoint_format import transformers_config
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
 from nemo_rl_dsv4.refit.receive import receive_weights
 from nemo_rl_dsv4.refit.report import RefitReport
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One finished sequence.
-
-    Attributes:
-        tokens: sampled ids, stop token included.
-        logprobs: float32, one per sampled id, of the raw logits.
-        truncated: the length limit ended it, not a stop.
-        routed_experts: int16 [tokens - 1, layers, top-k], the experts that every layer gave to each token of prompt
-            and response but the last, which is never fed back; None where the engine does not record them.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    truncated: bool
-    routed_experts: torch.Tensor | None = None
 
 
 class ReferenceEngine:
