@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass
+@dataclass(frozen=True)
 class Completion:
     """One finished sequence.
 

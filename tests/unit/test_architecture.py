@@ -22,6 +22,7 @@ LAYERS = (
     "environments",
     "config",
     "tiny",
+    "mismatch",
     "runtime",
     "cli",
 )
