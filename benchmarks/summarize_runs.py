@@ -33,7 +33,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{run_dir} holds no metrics.jsonl; name a run folder such as logs/RECIPE/exp_001")
     records = read_steps(path)
-    steps = [record for record in records if "train/reward" in record]
+    steps = [record for record in records if record.get("train/reward") is not None]
     if not steps:
         raise UserError(f"{path} has no training step")
     row: dict[str, Any] = {"run": str(run_dir), "steps": len(steps)}
@@ -43,10 +43,10 @@ def summarize(run_dir: Path) -> dict[str, Any]:
             row[f"{label}, step 1"], row[f"{label}, mean"] = values[0], statistics.fmean(values)
     rewards = [record["train/reward"] for record in steps]
     row["reward, first 5"], row["reward, last 5"] = statistics.fmean(rewards[:5]), statistics.fmean(rewards[-5:])
-    accuracies = [record["validation/accuracy"] for record in records if "validation/accuracy" in record]
+    accuracies = [record["validation/accuracy"] for record in records if record.get("validation/accuracy") is not None]
     if accuracies:
         row["accuracy, first"], row["accuracy, last"] = accuracies[0], accuracies[-1]
-    row["seconds, steps"] = sum(record.get("timing/train/total_step_time", 0.0) for record in records)
+    row["seconds, steps"] = sum(record.get("timing/train/total_step_time") or 0.0 for record in records)
     return row
 
 

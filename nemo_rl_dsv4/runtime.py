@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -35,13 +34,17 @@ from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec
 from nemo_rl_dsv4.routes import RouterMode
 from nemo_rl_dsv4.utils.console import RunConsole, make_console, print_summary
+from nemo_rl_dsv4.utils.metrics_file import read_steps
 from nemo_rl_dsv4.utils.progress import progress
 from nemo_rl_dsv4.utils.run_folder import CONFIG_FILE, checkpoint_folder
 from nemo_rl_dsv4.utils.run_logger import RunLogger
+from nemo_rl_dsv4.utils.run_summary import summary_lines, whole_run_summary
 
 TINY = "tiny"
 TINY_DEFAULT_MAX_NUMBER = 20
 RAY_OBJECT_STORE_BYTES = 256 * 1024**2
+RAY_START_SECONDS = 120
+"""Ray's own limit is 30 seconds, too few on a machine that is busy."""
 
 
 def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
@@ -99,6 +102,9 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
         console.print(f"training rounds: {rounding}", highlight=False, soft_wrap=True)
         environment = MathEnvironment(num_workers=config.env.math.num_workers)
         logger, store, resume_from = open_run(config, settings.checkpointing, resume)
+        if resume_from is not None:
+            step = resume_from.name.removeprefix("step_")
+            console.print(f"resuming from step {step} of {resume}", highlight=False, soft_wrap=True, markup=False)
         finished = False
         try:
             summary = grpo_train(
@@ -345,33 +351,44 @@ def sampling_params(config: MasterConfig, tokenizer: Tokenizer) -> SamplingParam
     )
 
 
-def _end_like_ctrl_c(number: int, frame: Any) -> None:
-    """A scheduler's SIGTERM ends a run as Ctrl-C does: processes stopped, nothing half-written."""
-    raise KeyboardInterrupt
-
-
 @contextmanager
 def ray_cluster(config: MasterConfig) -> Iterator[None]:
     """A Ray of our own with a slot for every process of the recipe, or the one that `RAY_ADDRESS` names."""
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    else:
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if not os.environ.get("RAY_ADDRESS"):
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 starves workers on a busy desktop
         processes = config.world_size + config.policy.generation.reference_cfg.num_workers
-        ray.init(
-            num_cpus=processes,
-            num_gpus=0,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=RAY_OBJECT_STORE_BYTES,
-        )
-    previous = signal.signal(signal.SIGTERM, _end_like_ctrl_c)
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", str(RAY_START_SECONDS))
+        options |= {
+            "num_cpus": processes,
+            "num_gpus": 0,
+            "include_dashboard": False,
+            "object_store_memory": RAY_OBJECT_STORE_BYTES,
+        }
     try:
+        start_ray(options)
         yield
     finally:
         ray.shutdown()
-        signal.signal(signal.SIGTERM, previous)
+
+
+def start_ray(options: dict[str, Any]) -> None:
+    """`ray.init`, whose many kinds of failure become one line.
+
+    Raises:
+        UserError: Ray did not start, or the cluster at `RAY_ADDRESS` cannot be reached.
+    """
+    try:
+        ray.init(**options)
+    except Exception as error:  # a node that starts too slowly is a bare Exception
+        address = os.environ.get("RAY_ADDRESS")
+        what = f"the Ray cluster at RAY_ADDRESS={address} cannot be used" if address else "Ray did not start"
+        fix = (
+            "start it with `ray start --head`, or unset RAY_ADDRESS"
+            if address
+            else "free memory and processors, or allow more time with RAY_raylet_start_wait_time_s (seconds)"
+        )
+        raise UserError(f"{what}: {str(error).strip() or type(error).__name__}; {fix}") from error
 
 
 def open_run(
@@ -449,16 +466,12 @@ class ResumedLogger(RunLogger):
 
 def report(console: Any, logger: RunLogger, summary: TrainingSummary, seconds: float) -> None:
     """Write plots and the summary, and print where everything is."""
-    results: dict[str, Any] = {"steps": summary.state.step, "stopped": summary.stop_reason}
-    for label, validation in (("first", summary.first_validation), ("last", summary.last_validation)):
-        if validation is not None:
-            error = validation.get("accuracy_stderr", 0.0)
-            results[f"validation accuracy, {label}"] = f"{validation['accuracy']:.3f} +- {error:.3f}"
-    results["seconds, whole run"] = round(seconds, 1)
-    files = logger.finish(results)
+    numbers = whole_run_summary(read_steps(logger.metrics_path))
+    numbers |= {"stopped": summary.stop_reason, "seconds since this start": round(seconds, 1)}
+    files = logger.finish(numbers)
     if summary.checkpoints:
         files["last checkpoint"] = summary.checkpoints[-1]
-    print_summary(console, results, {"run folder": logger.run_dir, **files})
+    print_summary(console, summary_lines(numbers), {"run folder": logger.run_dir, **files})
 
 
 WORD_PROBLEM_KEYS = ("difficulty", "max_number", "long_fraction", "long_words")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 from nemo_rl_dsv4.cli.guard import BAD_INPUT, OK, guarded
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.utils.interrupts import prompt_interrupts, starting
 
 EXAMPLE = """\
 examples:
@@ -69,13 +71,15 @@ def run(options: argparse.Namespace) -> int:
     """Loads and checks the recipe, then prints the topology or starts the run."""
     from nemo_rl_dsv4.config import load_config, validate
     from nemo_rl_dsv4.config.rules_of_run import missing_trackers
+    from nemo_rl_dsv4.config.unused_keys import unused_keys
     from nemo_rl_dsv4.utils.console import make_console
     from nemo_rl_dsv4.utils.run_folder import find_run
 
     config = load_config(Path(options.config), options.overrides)
     runtime = validate(config, runs_here=not options.dry_run)
     resume = None if options.resume is None else find_run(options.resume, Path(config.logger.log_dir))
-    for notice in (*config.notices, *missing_trackers(config)):
+    unused = unused_keys(config) if runtime == "embedded" else []
+    for notice in (*config.notices, *missing_trackers(config), *unused):
         print(f"note: {notice}", file=sys.stderr)
     if options.dry_run:
         from nemo_rl_dsv4.cli.dry_run import print_dry_run
@@ -83,16 +87,29 @@ def run(options: argparse.Namespace) -> int:
         print_dry_run(config, runtime, make_console(), resume)
         return OK
 
-    from nemo_rl_dsv4.runtime import run as start
+    silence_library_warnings()
+    with starting():
+        from nemo_rl_dsv4.runtime import run as start
 
     start(config, resume=resume)
     return OK
+
+
+def silence_library_warnings() -> None:
+    """Leave out what libraries say at import about parts that a recipe does not use."""
+    for message in (
+        "Transformer Engine and Apex are not installed",
+        "invalid escape sequence",
+        "torch.distributed is disabled, unavailable or uninitialized",
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `examples/run_grpo.py`; returns the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        return guarded(lambda: run(parse(words)), debug="--debug" in words)
+        with prompt_interrupts():
+            return guarded(lambda: run(parse(words)), debug="--debug" in words)
     except SystemExit as stop:  # argparse's --help
         return stop.code if isinstance(stop.code, int) else BAD_INPUT

@@ -78,6 +78,8 @@ def _read(path: Path, shown: Path, chain: tuple[Path, ...]) -> DictConfig:
         raise UserError(
             f"{shown}: not valid YAML{line}: {getattr(error, 'problem', None) or _first_line(error)}"
         ) from error
+    except RecursionError as error:
+        raise UserError(f"{shown}: a YAML anchor refers to itself (&name ... *name inside it); remove it") from error
     except OSError as error:
         # OmegaConf itself raises a bare OSError for a file that holds a single number or word.
         raise UserError(f"{shown}: cannot read a recipe from it: {_first_line(error)}") from error

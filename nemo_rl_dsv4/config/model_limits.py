@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.rules_of_values import check_stored_formats
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.known_models import known_config
 
@@ -39,6 +40,8 @@ def model_limits(config: MasterConfig) -> ModelLimits:
     else:
         values = _read_config(policy.model_name)
     values = {**values, **policy.hf_config_overrides}
+    if policy.model_name != TINY:
+        check_stored_formats(values, f"{policy.model_name}/config.json with policy.hf_config_overrides")
     return ModelLimits(
         **{name: values[name] for name in ModelLimits.__dataclass_fields__ if isinstance(values.get(name), int)}
     )

@@ -13,6 +13,7 @@ from nemo_rl_dsv4.config.rules_of_layout import (
 )
 from nemo_rl_dsv4.config.rules_of_numerics import check_available, check_hardware, check_numerics, check_routes
 from nemo_rl_dsv4.config.rules_of_run import check_algorithm, check_data, check_outputs, check_scheduler, check_trackers
+from nemo_rl_dsv4.config.rules_of_values import check_metric_names, check_values
 from nemo_rl_dsv4.config.runtime_choice import Runtime, choose_runtime
 
 
@@ -28,6 +29,8 @@ def validate(config: MasterConfig, *, runs_here: bool = True) -> Runtime:
     """
     runtime = choose_runtime(config)
     for check in (
+        check_values,
+        check_metric_names,
         check_model,
         check_layout,
         check_batches,

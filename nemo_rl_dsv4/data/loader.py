@@ -119,6 +119,10 @@ class PromptLoader:
         Raises:
             UserError: the state is damaged, or of other problems or another batch, seed or order.
         """
+        if not isinstance(state, dict):
+            raise UserError(
+                f"the saved loader state is {type(state).__name__}, not a mapping; resume from another checkpoint"
+            )
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise UserError(

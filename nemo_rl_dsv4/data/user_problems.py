@@ -3,6 +3,7 @@
 import importlib
 import json
 import random
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,17 @@ def callable_problems(spec: DatasetSpec) -> list[Problem]:
     made = _import(spec)
     try:
         result = list(made(split=spec.split, seed=spec.seed, size=spec.size, **spec.generator_arguments()))
+    except UserError:
+        raise
     except TypeError as error:
         raise UserError(
             f"{spec.where}.dataset_name {spec.name!r} cannot be called with split, seed, size and kwargs: {error}"
+            f"{_place(error)}"
+        ) from error
+    except Exception as error:  # whatever a user's function raises is theirs to correct
+        raise UserError(
+            f"{spec.where}.dataset_name {spec.name!r} raised {type(error).__name__}: {error}{_place(error)}; "
+            "correct the function (--debug shows its traceback)"
         ) from error
     for index, item in enumerate(result):
         if not isinstance(item, Problem):
@@ -83,12 +92,24 @@ def _sample(problems: list[Problem], spec: DatasetSpec) -> list[Problem]:
     return random.Random(spec.seed).sample(problems, spec.size)
 
 
+def _place(error: BaseException) -> str:
+    """`` at FILE:LINE`` of the innermost frame, unless that is here or in the import machinery."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) or not frames or frames[-1].filename in (__file__, importlib.__file__):
+        return ""
+    last = frames[-1]
+    return "" if last.filename.startswith("<") else f" at {last.filename}:{last.lineno}"
+
+
 def _import(spec: DatasetSpec) -> Callable[..., Any]:
     module_name, _, attribute = spec.name.rpartition(".")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(f"{spec.where}.dataset_name {spec.name!r}: cannot import {module_name} ({error})") from error
+    except Exception as error:  # importing runs the user's code
+        raise UserError(
+            f"{spec.where}.dataset_name {spec.name!r}: cannot import {module_name} ({type(error).__name__}: {error})"
+            f"{_place(error)}"
+        ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
         names = [name for name in dir(module) if not name.startswith("_")]

@@ -6,6 +6,8 @@ the results of all micro-batches and ranks then gives the single-batch value, wh
 Shapes: B sequences, T predicted positions (sequence length - 1).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -60,3 +62,10 @@ def sequence_mean(
     """
     per_sequence_B = mean_per_sequence(values_BT, token_mask_BT)
     return divide_by_count(masked_sum(per_sequence_B, sample_mask_B), global_valid_seqs)
+
+
+def standard_error(values_N: Tensor) -> float:
+    """Standard error of the mean, std / sqrt(n) with the unbiased std; 0 for a single value."""
+    if values_N.numel() < 2:
+        return 0.0
+    return values_N.std().item() / math.sqrt(values_N.numel())

@@ -12,6 +12,7 @@ from nemo_rl_dsv4.grpo.advantages import prompt_groups
 from nemo_rl_dsv4.grpo.batch import Rollouts, concatenate, pad_prompts, repeat_each
 from nemo_rl_dsv4.grpo.phases import Phases
 from nemo_rl_dsv4.grpo.protocols import Environment, Generation, Loader, Prompt, Tokenizer
+from nemo_rl_dsv4.grpo.reductions import standard_error
 from nemo_rl_dsv4.grpo.rewards import count_outside_source, groups_with_spread, scale_rewards, shape_rewards
 from nemo_rl_dsv4.grpo.settings import GRPOSettings
 
@@ -84,7 +85,11 @@ def gather_rollouts(
             f"grpo.num_prompts_per_step is {settings.num_prompts_per_step}"
         )
     joined = concatenate(kept, tokenizer.pad_id)
-    metrics = {"reward": torch.cat(seen).mean().item(), "num_rewards_clamped": float(outside)}
+    rewards = torch.cat(seen)
+    metrics = {"reward": rewards.mean().item(), "num_rewards_clamped": float(outside)}
+    # Responses to one prompt are not independent: the prompts' means are.
+    per_prompt = rewards.to(torch.float64).reshape(-1, settings.num_generations_per_prompt).mean(dim=1)
+    metrics["reward_stderr"] = standard_error(per_prompt)
     if settings.use_dynamic_sampling:
         metrics["dynamic_sampling_num_gen_batches"] = float(batches)
         metrics["dynamic_sampling_num_discarded_valid_samples"] = float(rows - wanted)

@@ -1,14 +1,13 @@
 """Accuracy on held-out problems, sampled as the recipe asks, with its standard error."""
 
-import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from nemo_rl_dsv4.grpo.batch import repeat_each
 from nemo_rl_dsv4.grpo.phases import Phases
 from nemo_rl_dsv4.grpo.protocols import Environment, Generation, Prompt, Tokenizer
+from nemo_rl_dsv4.grpo.reductions import standard_error
 from nemo_rl_dsv4.grpo.rollout import generate_rows, sampling_seed, score_rollouts
 from nemo_rl_dsv4.grpo.settings import GRPOSettings, ValidationSampling
 
@@ -72,10 +71,3 @@ def validate(
     if repeats > 1:
         metrics["pass_k"] = (reward_NK > 0).any(dim=1).to(torch.float64).mean().item()
     return metrics
-
-
-def standard_error(values_N: Tensor) -> float:
-    """Standard error of the mean, std / sqrt(n) with the unbiased std; 0 for a single value."""
-    if values_N.numel() < 2:
-        return 0.0
-    return values_N.std().item() / math.sqrt(values_N.numel())

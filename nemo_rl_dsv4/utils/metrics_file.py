@@ -38,7 +38,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     """The records in the file, in order. A last line without its end, left by a crash, is dropped.
 
     Raises:
-        UserError: the file cannot be read, or a line before the last is not a record.
+        UserError: the file cannot be read, or a line before the last is not a record of numbers.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -52,12 +52,23 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}: line {number} is not JSON ({error.msg}); remove the line") from error
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", type(error).__name__)
+            raise UserError(f"{path}: line {number} is not JSON ({reason}); remove the line") from error
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise UserError(f"{path}: line {number} is no record with a whole-numbered step; remove the line")
+        for name, value in record.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise UserError(
+                    f"{path}: line {number}: {name} is {_short(value)}; wanted a number or null. Correct the line"
+                )
         records.append(record)
     return records
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def keep_steps_up_to(path: Path, last_step: int) -> int:

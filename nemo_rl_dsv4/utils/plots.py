@@ -35,22 +35,28 @@ def running_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]
 
 
 def draw_summary(records: Sequence[Record], path: Path, title: str) -> None:
-    """Draws six panels (reward, accuracy, KL, probability difference, entropy, seconds by phase) into a PNG."""
+    """Draws nine panels into a PNG; reward and accuracy with one standard error up and down."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13.5, 7.2), dpi=110, layout="constrained")
+    figure = Figure(figsize=(13.5, 10.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 3)
+    axes = figure.subplots(3, 3)
     figure.suptitle(title, fontsize=13, color=INK, x=0.01, ha="left", fontweight="bold")
     _line(axes[0, 0], records, "Reward", [("train/reward", "")], smooth=True)
+    _error_band(axes[0, 0], records, "train/reward", "train/reward_stderr")
     _line(axes[0, 1], records, "Validation accuracy", [("validation/accuracy", "")], marker="o")
+    _error_bars(axes[0, 1], records, "validation/accuracy", "validation/accuracy_stderr")
     kl = [("train/gen_kl_error", "k3: rollout || training"), ("train/policy_kl_error", "k3: training || rollout")]
     _line(axes[0, 2], records, "KL between trainer and rollout", kl, log=True)
     difference = [("training/rollout_probs_diff_mean", "mean"), ("training/rollout_probs_diff_max", "largest")]
     _line(axes[1, 0], records, "Probability difference", difference, log=True)
     _line(axes[1, 1], records, "Entropy", [("train/approx_entropy", "")], smooth=True)
-    _phases(axes[1, 2], records)
+    _line(axes[1, 2], records, "Loss", [("train/loss", "")], smooth=True)
+    _line(axes[2, 0], records, "Gradient norm", [("train/grad_norm", "")], smooth=True)
+    length = [("train/mean_gen_tokens_per_sample", "mean"), ("train/max_gen_tokens_per_sample", "longest")]
+    _line(axes[2, 1], records, "Response tokens", length)
+    _phases(axes[2, 2], records)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         figure.savefig(partial, format="png")
@@ -59,10 +65,33 @@ def draw_summary(records: Sequence[Record], path: Path, title: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def values_with_error(records: Sequence[Record], name: str, error: str) -> tuple[list[int], list[float], list[float]]:
+    """Steps, values and standard errors of one metric, where a step has both."""
+    both = [r for r in records if r.get(name) is not None and r.get(error) is not None]
+    return [r["step"] for r in both], [r[name] for r in both], [r[error] for r in both]
+
+
+def _error_band(axes: Axes, records: Sequence[Record], name: str, error: str) -> None:
+    steps, values, errors = values_with_error(records, name, error)
+    if steps:
+        low = [value - half for value, half in zip(values, errors, strict=True)]
+        high = [value + half for value, half in zip(values, errors, strict=True)]
+        axes.fill_between(steps, low, high, color=COLORS[0], alpha=0.12, linewidth=0)
+
+
+def _error_bars(axes: Axes, records: Sequence[Record], name: str, error: str) -> None:
+    steps, values, errors = values_with_error(records, name, error)
+    if steps:
+        axes.errorbar(steps, values, yerr=errors, fmt="none", ecolor=COLORS[0], elinewidth=1, capsize=2.5)
+
+
 def _style(axes: Axes, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_title(title, fontsize=10.5, color=INK, loc="left")
     axes.set_xlabel("step", fontsize=9, color=INK)
     axes.tick_params(which="both", labelsize=8.5, colors=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():

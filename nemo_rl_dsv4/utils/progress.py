@@ -30,7 +30,9 @@ class PhaseBar:
     """
 
     def __init__(self, console: Console, description: str, total: int | None) -> None:
-        count = [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()] if total else []
+        # A terminal of 80 columns has room for all of it; the bar gives way first.
+        width = max(8, min(40, console.width - len(description) - 50))
+        count = [MofNCompleteColumn(), TimeRemainingColumn(compact=True), BarColumn(bar_width=width)] if total else []
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),

@@ -22,6 +22,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("KL, k1 (rollout_corr/kl)", "rollout_corr/kl", "+.3e"),
     ("Probability difference", "training/rollout_probs_diff_mean", ".3e"),
     ("Entropy", "train/approx_entropy", ".4f"),
+    ("Loss", "train/loss", ".5f"),
     ("Gradient norm", "train/grad_norm", ".4f"),
     ("Tokens a response", "train/mean_gen_tokens_per_sample", ".2f"),
     ("Seconds a step", "timing/train/total_step_time", ".2f"),
@@ -74,7 +75,7 @@ def render_report(records: Sequence[Record], picture: bytes, config_text: str, t
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1><p>{steps} steps</p>"
-        f'<img alt="Reward, accuracy, KL, entropy and time by step" src="data:image/png;base64,{image}">'
+        f'<img alt="Main metrics and time by step, with error bars" src="data:image/png;base64,{image}">'
         "<h2>Numbers</h2><table><tr><th></th><th>first</th><th>last</th><th>mean</th><th>smallest</th><th>largest</th>"
         f"</tr>{rows}</table><h2>Recipe</h2><pre>{html.escape(config_text)}</pre></body></html>\n"
     )

@@ -101,3 +101,10 @@ def test_a_binary_file_and_a_folder_are_named(write, tmp_path):
         load_layers(binary)
     with pytest.raises(UserError, match="is a folder"):
         load_layers(tmp_path)
+
+
+def test_an_anchor_that_refers_to_itself_is_named(write):
+    """It ended in a RecursionError."""
+    path = write("a.yaml", "grpo: &again\n  seed: 1\n  more: *again\n")
+    with pytest.raises(UserError, match=r"a.yaml: a YAML anchor refers to itself"):
+        load_layers(path)

@@ -208,3 +208,25 @@ def test_word_problems_of_both_sides_share_no_operands_through_build_datasets():
 def test_no_validation_section_gives_none():
     train, validation = build_datasets({"dataset_name": "word_problems", "size": 3}, None, 0)
     assert len(train) == 3 and validation is None
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def make(**_):\n    return 1 / 0\n", r"raised ZeroDivisionError: division by zero at .*broken_set.py:2"),
+        ("def make(**_):\n    yield {}['question']\n", r"raised KeyError: 'question' at .*broken_set.py:2"),
+        ("raise RuntimeError('no data here')\n", r"cannot import broken_set \(RuntimeError: no data here\)"),
+        ("def make(:\n", r"cannot import broken_set \(SyntaxError"),
+        ("import not_there_at_all\n", r"cannot import broken_set \(ModuleNotFoundError"),
+    ],
+    ids=["a call", "a generator", "an import", "syntax", "a missing module"],
+)
+def test_whatever_a_users_module_raises_is_one_line(tmp_path, monkeypatch, code, message):
+    """An exception inside a user's dataset function was a traceback of the whole run."""
+    (tmp_path / "broken_set.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_set", raising=False)
+    with pytest.raises(UserError, match=message) as caught:
+        build_dataset({"dataset_name": "broken_set.make"}, "train", 0)
+    assert "data.train.dataset_name" in str(caught.value)
+    sys.modules.pop("broken_set", None)

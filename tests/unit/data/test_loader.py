@@ -83,10 +83,11 @@ def test_a_state_of_other_problems_of_the_same_number_is_refused():
         make(others).load_state_dict(make().state_dict())
 
 
-@pytest.mark.parametrize("state", [{}, {"epoch": 0}, {"position": 99}])
+@pytest.mark.parametrize("state", [{}, [], "text", {"epoch": 0}, {"position": 99}])
 def test_a_damaged_state_is_refused(state):
-    damaged = state if not state else {**make().state_dict(), **state}
-    if "epoch" in state:
+    """A list in its place was an AttributeError."""
+    damaged = state if not isinstance(state, dict) or not state else {**make().state_dict(), **state}
+    if isinstance(state, dict) and "epoch" in state:
         del damaged["position"]
     with pytest.raises(UserError, match="loader state"):
         make().load_state_dict(damaged)

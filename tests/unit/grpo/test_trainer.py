@@ -15,6 +15,7 @@ from grpo_toy import (
     ToyTokenizer,
 )
 
+from nemo_rl_dsv4.config.metric_names import TRAIN_METRICS, validation_metrics
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.grpo.checkpoint_files import read_checkpoint
 from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore
@@ -337,3 +338,14 @@ def test_checkpoint_metric_ranks_and_unknown_one_is_named(tmp_path):
     wrong = replace(settings, checkpointing=CheckpointSettings(save_period=1, metric_name="train:rewards"))
     with pytest.raises(UserError, match=r"train:rewards.*train/rewards"):
         train(wrong, tmp_path / "other")
+
+
+def test_every_metric_that_is_logged_has_a_known_name(tmp_path):
+    """The recipe check refuses names that no step reports; its lists must hold all that are reported."""
+    settings = replace(SETTINGS, grpo=replace(GRPO, max_num_steps=1, val_at_end=True, val_num_generations_per_prompt=2))
+    _, _, log = train(settings, tmp_path)
+    logged = {name for metrics in log.steps.values() for name in metrics}
+    assert {name.removeprefix("train/") for name in logged if name.startswith("train/")} <= set(TRAIN_METRICS)
+    validation = {name.removeprefix("validation/") for name in logged if name.startswith("validation/")}
+    assert validation == set(validation_metrics(2))
+    assert log.steps[1]["train/reward_stderr"] > 0

@@ -1,6 +1,8 @@
 """What a run shows, on a terminal and in a file."""
 
 import io
+import re
+import time
 
 import pytest
 from rich.console import Console
@@ -110,3 +112,14 @@ def test_the_summary_names_results_and_files(terminal, tmp_path):
     c = console(terminal=terminal, width=200)
     print_summary(c, {"accuracy [first]": "0.38 -> 0.50"}, {"report": tmp_path / "report.html"})
     assert "accuracy [first]" in shown(c) and "0.38 -> 0.50" in shown(c) and str(tmp_path / "report.html") in shown(c)
+
+
+@pytest.mark.parametrize("description", ["rollout", "making the tiny model (supervised warm start)"])
+def test_a_bar_on_80_columns_shows_its_remaining_time(description):
+    """The bar filled the line and rich cut off the estimate behind it."""
+    c = console(terminal=True, width=80)
+    with progress(c, description, 100) as advance:
+        advance(50, "loss 1.234")
+        time.sleep(0.3)
+    text = shown(c)
+    assert re.search(r"50/100 +(--:--|\\d+:\\d\\d)", text), text[-300:]

@@ -7,8 +7,9 @@ import pytest
 from matplotlib.image import imread
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.utils.metrics_file import append_step
-from nemo_rl_dsv4.utils.plots import running_mean, series
+from nemo_rl_dsv4.utils import plots
+from nemo_rl_dsv4.utils.metrics_file import append_step, read_steps
+from nemo_rl_dsv4.utils.plots import running_mean, series, values_with_error
 from nemo_rl_dsv4.utils.report import plot_run, table
 
 
@@ -16,6 +17,9 @@ def write_run(folder, steps=12):
     for step in range(steps):
         metrics = {
             "train/reward": 0.3 + 0.01 * step,
+            "train/reward_stderr": 0.02,
+            "train/loss": -0.01 * step,
+            "train/grad_norm": 0.5,
             "train/gen_kl_error": 10.0 ** -(5 + step % 3),
             "training/rollout_probs_diff_mean": 1e-3,
             "train/approx_entropy": 0.5,
@@ -24,6 +28,7 @@ def write_run(folder, steps=12):
         }
         if step % 5 == 0:
             metrics["validation/accuracy"] = 0.4
+            metrics["validation/accuracy_stderr"] = 0.05
         append_step(folder / "metrics.jsonl", step, metrics)
     (folder / "config.yaml").write_text("policy: {model_name: <b>tiny</b>}\n")
 
@@ -72,4 +77,29 @@ def test_a_folder_without_steps_is_refused(tmp_path):
         plot_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1')
     with pytest.raises(UserError, match="no finished step"):
+        plot_run(tmp_path)
+
+
+def test_steps_are_whole_numbers_and_errors_are_drawn(tmp_path, monkeypatch):
+    """A run of three steps had ticks at 1.25 and 1.5; loss, gradient norm and standard errors were not drawn."""
+    write_run(tmp_path, steps=3)
+    records = read_steps(tmp_path / "metrics.jsonl")
+    assert values_with_error(records, "validation/accuracy", "validation/accuracy_stderr") == ([0], [0.4], [0.05])
+    figures = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, path, **_: figures.append(self) or path.touch()
+    )
+    plots.draw_summary(records, tmp_path / "picture.png", "title")
+    panels = {axes.get_title(loc="left"): axes for axes in figures[0].axes}
+    assert {"Reward", "Loss", "Gradient norm", "Validation accuracy"} <= panels.keys()
+    for title, axes in panels.items():
+        assert all(tick == int(tick) for tick in axes.get_xticks()), title
+    assert panels["Reward"].collections, "a band of one standard error"
+    assert panels["Validation accuracy"].containers, "bars of one standard error"
+
+
+def test_a_text_among_the_numbers_is_named_with_its_line(tmp_path):
+    """`plot` and `benchmarks/summarize_runs.py` ended in a traceback over arithmetic with text."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n{"step": 2, "train/reward": "high"}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl: line 2: train/reward is 'high'; wanted a number"):
         plot_run(tmp_path)

@@ -1,0 +1,50 @@
+"""Keys of NeMo-RL that a recipe may set and that change nothing in the embedded runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_rl_dsv4.config.master import MasterConfig
+
+UNUSED: dict[str, tuple[Any, ...]] = {
+    "checkpointing.save_optimizer": (True,),
+    "checkpointing.save_consolidated": (False,),
+    "checkpointing.model_save_format": ("safetensors", None),
+    "logger.num_val_samples_to_print": (0,),
+    "logger.monitor_gpus": (False,),
+    "data.num_workers": (0, 1),
+    "data.default": (None,),
+    "grpo.calculate_advantages_on_gpu": (False,),
+    "policy.generation_batch_size": (None,),
+    "cluster.master_port_range_low": (None,),
+    "cluster.master_port_range_high": (None,),
+    "cluster.segment_size": (None,),
+}
+"""Dotted key -> values that ask for nothing."""
+UNUSED_OF_DATASETS = ("processor", "env_name", "download_dir", "subset", "split", "split_validation_size")
+"""The same for `data.train` and `data.validation`; null asks for nothing, and so do `math` and a math processor."""
+FIXED = {"env_name": ("math",), "processor": ("math_hf_data_processor", "math_data_processor")}
+
+
+def unused_keys(config: MasterConfig) -> list[str]:
+    """One sentence that names the keys set to something that has no effect, or nothing.
+
+    `processor` and `env_name` that name what is done anyway are not mentioned.
+    """
+    found = []
+    for key, silent in UNUSED.items():
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value not in silent:
+            found.append(f"{key} ({_short(value)})")
+    for name, dataset in (("train", config.data.train), ("validation", config.data.validation)):
+        for key in UNUSED_OF_DATASETS:
+            value = getattr(dataset, key, None)
+            if value is not None and value not in FIXED.get(key, ()):
+                found.append(f"data.{name}.{key} ({_short(value)})")
+    return [f"set in the recipe but without effect in the embedded runtime: {', '.join(found)}"] if found else []
+
+
+def _short(value: Any) -> str:
+    return str(value) if isinstance(value, (bool, int, float, str)) else "set"
