@@ -19,7 +19,9 @@ import ray
 import yaml
 
 from nemo_rl_dsv4.config import MasterConfig, validate
-from nemo_rl_dsv4.data import PromptLoader, Tokenizer, build_datasets, load_tokenizer, make_tiny_tokenizer
+from nemo_rl_dsv4.config.prompts import dataset_section, make_datasets, make_prompts, make_tokenizer
+from nemo_rl_dsv4.config.runs_here import not_implemented
+from nemo_rl_dsv4.data import Tokenizer
 from nemo_rl_dsv4.environments import MathEnvironment
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.group import ReferenceGeneration, ReferenceSpec
@@ -41,7 +43,6 @@ from nemo_rl_dsv4.utils.run_logger import RunLogger
 from nemo_rl_dsv4.utils.run_summary import summary_lines, whole_run_summary
 
 TINY = "tiny"
-TINY_DEFAULT_MAX_NUMBER = 20
 RAY_OBJECT_STORE_BYTES = 256 * 1024**2
 RAY_START_SECONDS = 120
 """Ray's own limit is 30 seconds, too few on a machine that is busy."""
@@ -61,24 +62,16 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
         UserError: anything in the recipe or the files it names that the user can correct.
     """
     runtime = validate(config)
-    if runtime == "nemo_rl":
-        raise UserError(
-            "runtime nemo_rl is not available yet: only the embedded runtime is; set runtime=embedded, or take "
-            "NeMo-RL's checkout off PYTHONPATH"
-        )
-    if config.policy.generation.backend != "reference":
-        raise UserError(
-            f"policy.generation.backend is {config.policy.generation.backend}; this version rolls out with backend "
-            "reference (on CPUs) only"
-        )
+    refused = not_implemented(config, runtime)
+    if refused:
+        raise UserError(refused[0])
     console = make_console()
     if resume is not None:
         resumed_store(TrainerSettings.from_config(config).checkpointing, resume).latest()
         note_changes(console, recorded_config(resume), yaml.safe_load(config.resolved_yaml()))
     started = time.monotonic()
     tokenizer = make_tokenizer(config)
-    validation = None if config.data.validation is None else _section(config.data.validation)
-    train_set, val_set = build_datasets(_section(config.data.train), validation, config.grpo.seed)
+    train_set, val_set = make_datasets(config)
     loader, val_prompts = make_prompts(config, tokenizer, train_set, val_set)
     settings = TrainerSettings.from_config(config)
     warn_of_biased_sampling(config, console)
@@ -178,38 +171,6 @@ def warn_of_biased_sampling(config: MasterConfig, console: Any) -> None:
             )
 
 
-def make_tokenizer(config: MasterConfig) -> Tokenizer:
-    """The recipe's tokenizer; `tiny` is made to fit the largest number of the word problems."""
-    name = config.policy.tokenizer.name
-    if name != TINY:
-        return load_tokenizer(name)
-    sections = [section for section in (config.data.train, config.data.validation) if section is not None]
-    largest = [section.max_number for section in sections if section.max_number is not None]
-    return make_tiny_tokenizer(max_number=max(largest, default=TINY_DEFAULT_MAX_NUMBER))
-
-
-def make_prompts(
-    config: MasterConfig, tokenizer: Tokenizer, train_set: list, val_set: list | None
-) -> tuple[PromptLoader, list]:
-    """The training loader and the list of validation prompts."""
-    limit = config.data.max_input_seq_length or config.policy.max_total_sequence_length
-    chat = config.policy.tokenizer.chat_template_kwargs or {}
-    options: dict[str, Any] = {
-        "max_input_tokens": limit,
-        "overlong": config.data.overlong_prompts,
-        "thinking": chat.get("thinking", False),
-        "reasoning_effort": chat.get("reasoning_effort"),
-    }
-    prompts_per_batch = config.grpo.num_prompts_per_step
-    if config.grpo.use_dynamic_sampling:
-        prompts_per_batch = int(prompts_per_batch * config.grpo.batch_multiplier)
-    loader = PromptLoader(train_set, tokenizer, prompts_per_batch, config.grpo.seed, config.data.shuffle, **options)
-    if val_set is None:
-        return loader, []
-    val_loader = PromptLoader(val_set, tokenizer, len(val_set), 0, False, keep_partial=True, **options)
-    return loader, [prompt for batch in val_loader for prompt in batch]
-
-
 def resolve_checkpoint(
     config: MasterConfig, tokenizer: Tokenizer, train_set: list, group: PolicyGroup, console: Any
 ) -> Path:
@@ -222,7 +183,7 @@ def resolve_checkpoint(
 
     assert config.policy.dsv4.tiny is not None  # validate() saw to it
     tiny = config.policy.dsv4.tiny.model_dump()
-    dataset = _section(config.data.train)
+    dataset = dataset_section(config.data.train)
     folder = tiny_folder(tiny, dataset, tokenizer)
     if folder.is_dir():
         console.print(f"tiny model: {folder}", highlight=False, soft_wrap=True)
@@ -472,14 +433,3 @@ def report(console: Any, logger: RunLogger, summary: TrainingSummary, seconds: f
     if summary.checkpoints:
         files["last checkpoint"] = summary.checkpoints[-1]
     print_summary(console, summary_lines(numbers), {"run folder": logger.run_dir, **files})
-
-
-WORD_PROBLEM_KEYS = ("difficulty", "max_number", "long_fraction", "long_words")
-
-
-def _section(section: Any) -> dict[str, Any]:
-    """A data section without nulls. Settings of the word problems that a recipe inherits do not follow another set."""
-    values = section.model_dump(exclude_none=True)
-    if section.dataset_name != "word_problems":
-        values = {key: value for key, value in values.items() if key not in WORD_PROBLEM_KEYS}
-    return values

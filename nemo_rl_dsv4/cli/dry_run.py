@@ -8,8 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl_dsv4.cli.dry_run_data import data_rows
 from nemo_rl_dsv4.config import MasterConfig
 from nemo_rl_dsv4.config.model_limits import TINY
+from nemo_rl_dsv4.config.runs_here import missing_here, not_implemented
 from nemo_rl_dsv4.config.runtime_choice import Runtime
 from nemo_rl_dsv4.config.topology import batch_flow, mesh_axes, ranks, sequence_multiple
 from nemo_rl_dsv4.utils.run_folder import checkpoint_folder, next_run_name
@@ -24,12 +26,15 @@ def print_dry_run(config: MasterConfig, runtime: Runtime, console: Console, resu
         ("Mesh axes (slowest first; ep_shard x ep is a second view of the same ranks)", _mesh(config)),
         (f"Ranks ({config.world_size})", _ranks(config)),
         ("One step", _flow(config)),
+        ("Data", _two_columns(data_rows(config))),
         ("Files that a run would write", _files(config, resume)),
     ):
         console.print(Text(title, style="bold"))
         console.print(table)
         console.print()
     console.print("The recipe is valid. Nothing was started or written.")
+    for reason in (*not_implemented(config, runtime), *missing_here(config)):
+        console.print(Text(f"It cannot run here: {reason}."), soft_wrap=True)
 
 
 def _two_columns(rows: list[tuple[str, str]]) -> Table:
@@ -37,7 +42,7 @@ def _two_columns(rows: list[tuple[str, str]]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(cell) for cell in row))
     return table
 
 

@@ -15,7 +15,7 @@ from nemo_rl_dsv4.errors import UserError
 
 def check_algorithm(config: MasterConfig) -> None:
     """Loss, advantage and checkpoint settings fit together."""
-    # The loop's settings check themselves. Imported here because it brings torch along, which parsing does not need.
+    # The loop's settings check themselves.
     from nemo_rl_dsv4.grpo.settings import TrainerSettings
 
     TrainerSettings.from_config(config)

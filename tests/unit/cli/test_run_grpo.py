@@ -67,6 +67,15 @@ def test_parsing_a_recipe_does_not_import_torch():
     )
 
 
+def test_a_dry_run_does_not_import_torch(places):
+    code = (
+        "import sys; from nemo_rl_dsv4.cli.run_grpo import main; status = main(sys.argv[1:]); "
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules); sys.exit(status)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, "--config", RECIPE, "--dry-run", *places], capture_output=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -91,6 +100,27 @@ def test_dry_run_shows_the_topology_and_writes_nothing(capsys, started, places, 
     assert "2 CPU processes" in shown and "16 prompts x 8 responses = 128 sequences" in shown
     assert "exp_001/" in shown and "ckpt/exp_001/step_N/" in shown
     assert started == [] and list(tmp_path.iterdir()) == []
+    assert "train set" in shown and "word_problems: 4096 problems" in shown and "<｜User｜>" in shown
+    assert "The recipe is valid." in shown and "cannot run here" not in shown
+
+
+def test_dry_run_finds_mistakes_inside_a_dataset(capsys, places, tmp_path):
+    """A wrong file used to be found when the run started, after the dry run had called the recipe valid."""
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"question": "1 + 1?"}\n')
+    wrong = ["data.train.dataset_name=ResponseDataset", f"++data.train.data_path={path}", "data.train.size=null"]
+    assert main(["--config", RECIPE, "--dry-run", *places, *wrong]) == 2
+    assert "set.jsonl:1 has no key 'input'" in capsys.readouterr().err
+
+
+def test_a_valid_recipe_that_cannot_run_here_says_so_and_exits_0(capsys, places, monkeypatch):
+    """No GPU, no vLLM: a note beside validity, not an error."""
+    monkeypatch.setattr("nemo_rl_dsv4.config.runs_here.GPU_FILES", ("/dev/no-such-device",))
+    gpu = ["cluster.gpus_per_node=2", "policy.dsv4.cpu_processes=1", "policy.generation.backend=vllm"]
+    assert main(["--config", RECIPE, "--dry-run", *places, *gpu]) == 0
+    shown = capsys.readouterr().out
+    assert "The recipe is valid." in shown
+    assert "It cannot run here: the recipe needs 1 x 2 GPUs; this machine shows none." in shown
 
 
 def test_dry_run_of_a_large_layout_shortens_the_list_of_ranks(capsys, places):

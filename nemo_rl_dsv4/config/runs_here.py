@@ -1,0 +1,39 @@
+"""Whether a valid recipe can also run: with this version, and on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.runtime_choice import Runtime
+
+GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
+"""Devices of a machine with an NVIDIA or AMD GPU; asking torch would take seconds."""
+
+
+def not_implemented(config: MasterConfig, runtime: Runtime) -> list[str]:
+    """What a recipe asks for that this version refuses to run, one sentence each."""
+    refused = []
+    if runtime == "nemo_rl":
+        refused.append(
+            "runtime nemo_rl is not available yet: only the embedded runtime is; set runtime=embedded, or take "
+            "NeMo-RL's checkout off PYTHONPATH"
+        )
+    backend = config.policy.generation.backend
+    if backend != "reference":
+        refused.append(
+            f"policy.generation.backend is {backend}; this version rolls out with backend reference (on CPUs) only"
+        )
+    return refused
+
+
+def missing_here(config: MasterConfig) -> list[str]:
+    """What a recipe needs that this machine does not have, one sentence each."""
+    missing = []
+    gpus = config.cluster.gpus_per_node
+    if gpus and not any(Path(file).exists() for file in GPU_FILES):
+        missing.append(f"the recipe needs {config.cluster.num_nodes} x {gpus} GPUs; this machine shows none")
+    if config.policy.generation.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        missing.append("policy.generation.backend is vllm, which is not installed here (`uv sync --extra vllm`)")
+    return missing
