@@ -47,6 +47,8 @@ TRAIN_METRICS = (
     "reward_stderr",
     "router_overlap",
     "router_no_overlap_share",
+    "router_missing_share",
+    "router_hash_mismatches",
 )
 """`train/NAME`. Some come with a setting only, such as `filtered_reward` with dynamic sampling."""
 
