@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nemo_rl_dsv4.cli import inspect, plot, profiles, verify_refit
+from nemo_rl_dsv4.cli import inspect, plan, plot, profiles, verify_refit
 from nemo_rl_dsv4.cli.guard import BAD_INPUT, guarded
 from nemo_rl_dsv4.errors import UserError
 
 COMMANDS = {
     "inspect": inspect,
+    "plan": plan,
     "plot": plot,
     "profiles": profiles,
     "verify-refit": verify_refit,

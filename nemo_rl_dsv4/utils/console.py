@@ -47,10 +47,10 @@ PHASE_LABELS = {
 """Short words for NeMo-RL's names of phases; other names are shown as they are."""
 
 
-def make_console() -> Console:
-    """A console on stdout; wide enough for tables when it is no terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+def make_console(*, stderr: bool = False) -> Console:
+    """A console on stdout, or on stderr; wide enough for tables when it is no terminal."""
+    console = Console(highlight=False, stderr=stderr)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH, stderr=stderr)
 
 
 def phase_seconds(metrics: Mapping[str, float | None]) -> dict[str, float]:

@@ -23,6 +23,7 @@ LAYERS = (
     "config",
     "tiny",
     "mismatch",
+    "planning",
     "runtime",
     "cli",
 )
