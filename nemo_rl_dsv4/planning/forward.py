@@ -147,7 +147,8 @@ def _run(
     for kind, block in zip(kinds, model.model.layers.values(), strict=True):
         moe = block.mlp
         assert isinstance(moe, MoE)
-        moe.experts = _LocalExperts(moe.experts, sizes.ep, gathers=dispatcher == "torch")
+        share: Any = _LocalExperts(moe.experts, sizes.ep, gathers=dispatcher == "torch")
+        moe.experts = share
         block.register_forward_hook(hook(kind), with_kwargs=True)
     local = length // sizes.cp
     start = (sizes.cp - 1) * local
@@ -216,7 +217,7 @@ class _NothingFound(TorchDispatchMode):
 class _LocalExperts(torch.nn.Module):
     """The rank's share of the experts under balanced routing: as many rows arrive as are sent."""
 
-    def __init__(self, whole: torch.nn.Module, ranks: int, *, gathers: bool) -> None:
+    def __init__(self, whole: Any, ranks: int, *, gathers: bool) -> None:
         super().__init__()
         self.ranks, self.gathers = ranks, gathers
         self.gate_and_up = torch.nn.Parameter(_first(whole.gate_and_up_projs, ranks))
