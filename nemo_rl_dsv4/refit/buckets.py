@@ -9,10 +9,13 @@ import torch
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.official_names import fused_group
+from nemo_rl_dsv4.refit.manifest import padded
 from nemo_rl_dsv4.refit.report import Stream
 
+Items = list[tuple[str, torch.Tensor]]
 
-def pack_buckets(stream: Stream, capacity_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+
+def pack_buckets(stream: Stream, capacity_bytes: int) -> Iterator[Items]:
     """Yield lists of neighbours of at most `capacity_bytes`, in stream order.
 
     A weight, its scale and its fused partners (`wq_a`+`wkv`, a compressor's `wkv`+`wgate`, `w1`+`w3`) are never split:
@@ -21,11 +24,11 @@ def pack_buckets(stream: Stream, capacity_bytes: int) -> Iterator[list[tuple[str
     Raises:
         UserError: one such group alone exceeds the capacity.
     """
-    bucket: list[tuple[str, torch.Tensor]] = []
+    bucket: Items = []
     used = 0
     for label, members in groupby(stream, key=lambda item: fused_group(item[0])):
         group = list(members)
-        size = sum(tensor.numel() * tensor.element_size() for _, tensor in group)
+        size = sum(padded(tensor.numel() * tensor.element_size()) for _, tensor in group)
         if size > capacity_bytes:
             raise UserError(
                 f"refit: {label} takes {size} bytes together and a bucket holds {capacity_bytes}; "
@@ -38,3 +41,19 @@ def pack_buckets(stream: Stream, capacity_bytes: int) -> Iterator[list[tuple[str
         used += size
     if bucket:
         yield bucket
+
+
+def numbered_buckets(stream: Stream, capacity_bytes: int) -> Iterator[tuple[int, Items, bool]]:
+    """Yield (number, bucket, whether it is the last) of `pack_buckets`; one bucket is held back to know the last."""
+    waiting: tuple[int, Items] | None = None
+    for index, bucket in enumerate(pack_buckets(stream, capacity_bytes)):
+        if waiting is not None:
+            yield (*waiting, False)
+        waiting = (index, bucket)
+    if waiting is not None:
+        yield (*waiting, True)
+
+
+def bucket_bytes(refit_buffer_size_gb: float) -> int:
+    """Bytes of a bucket of `refit_buffer_size_gb` GiB."""
+    return int(refit_buffer_size_gb * 2**30)

@@ -1,13 +1,14 @@
-"""What one refit carried: counts, bytes, seconds and a checksum that both ends compute alike."""
+"""What one refit carried and what was found: counts, bytes, seconds by phase, and a checksum."""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 
 import torch
+
+from nemo_rl_dsv4.refit.checksum import item_checksum
 
 Stream = Iterable[tuple[str, torch.Tensor]]
 """Official names with tensors; a quantized weight is followed at once by its scale."""
@@ -24,6 +25,9 @@ class RefitReport:
         seconds: from the first item asked for to the last.
         checksum: 16 hex digits over names, dtypes, shapes and bytes, whatever the order; equal on both ends of a
             transport that lost nothing.
+        version: policy version, None where the sender gave none.
+        phases: seconds by phase, such as receive, load, repoint, verify.
+        findings: what is wrong with the engine's weights now, one line each; empty is good.
     """
 
     tensors: int
@@ -31,10 +35,24 @@ class RefitReport:
     bytes: int
     seconds: float
     checksum: str
+    version: int | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    findings: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, int | float | str]:
-        """Return the fields as plain values, for JSON and metrics."""
-        return asdict(self)
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields as plain values, for JSON."""
+        return {**asdict(self), "phases": dict(self.phases), "findings": list(self.findings)}
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers to log under `refit/`."""
+        numbers = {
+            "tensors": float(self.tensors),
+            "quantized": float(self.quantized),
+            "bytes": float(self.bytes),
+            "seconds": self.seconds,
+            "findings": float(len(self.findings)),
+        }
+        return numbers | {f"seconds_{phase}": seconds for phase, seconds in self.phases.items()}
 
 
 class StreamTally:
@@ -56,12 +74,13 @@ class StreamTally:
         self._tensors += 1
         self._quantized += name.endswith(".scale")
         self._bytes += tensor.numel() * tensor.element_size()
-        digest = hashlib.blake2b(f"{name}|{tensor.dtype}|{list(tensor.shape)}|".encode(), digest_size=8)
-        raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(raw.numpy().data)
-        # A sum, not a chain: buckets may arrive in any order.
-        self._sum = (self._sum + int.from_bytes(digest.digest(), "little")) % 2**64
+        self._sum = combine_checksums(self._sum, item_checksum(name, tensor))
 
     def report(self) -> RefitReport:
         """Return the tally so far."""
         return RefitReport(self._tensors, self._quantized, self._bytes, self._seconds, f"{self._sum:016x}")
+
+
+def combine_checksums(total: int, item: int) -> int:
+    """Add an item's checksum to a stream's. A sum, not a chain: buckets may arrive in any order."""
+    return (total + item) % 2**64

@@ -1,0 +1,286 @@
+"""Refit a real vLLM engine twice and compare its log-probabilities with a fresh engine's, on one Hopper GPU.
+
+    python benchmarks/vllm_refit.py make DIR            weights of three versions; FP8 checkpoints DIR/v0 and DIR/v2
+    python benchmarks/vllm_refit.py refit DIR           engine on v0, refits to v1 and v2, then the injected fault
+    python benchmarks/vllm_refit.py fresh DIR           engine on v2, the same requests
+    python benchmarks/vllm_refit.py compare DIR         exit status 0 only if every number is equal
+
+Each phase is a process of its own, with vLLM 0.26.0 on the path for `refit` and `fresh` (AutoModel and transformers'
+DeepSeek-V4 are not needed). `refit --sleep` puts the engine to sleep (level 2) before the second refit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL
+from nemo_rl_dsv4.model.official_names import expected_tensors, tensor_kind
+from nemo_rl_dsv4.refit import export_weights
+from nemo_rl_dsv4.refit.transport.file import write_folder
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 512,
+    "o_lora_rank": 256,
+    "o_groups": 8,
+    "n_routed_experts": 32,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "swiglu_limit": 10.0,
+    "max_position_embeddings": 65536,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "compress_ratios": [0, 0, 4, 128, 4, 128],
+    "sliding_window": 128,
+    "num_hash_layers": 1,
+    "hc_eps": 1e-6,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 512,
+    "num_nextn_predict_layers": 0,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "expert_dtype": "fp8",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+        "scale_fmt": "ue8m0",
+    },
+}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_DEEP_GEMM": "1",
+    "VLLM_USE_DEEP_GEMM_E8M0": "1",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+BUCKET_BYTES = 64 << 20
+EXTENSION = "nemo_rl_dsv4.refit.vllm_extension.RefitWorkerExtension"
+
+
+def training_weights(version: int) -> dict[str, torch.Tensor]:
+    """BF16 weights under AutoModel's names; each version changes every tensor but the hash tables."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(version)
+    base = torch.Generator(device).manual_seed(1000)
+    state: dict[str, torch.Tensor] = {}
+    for name, shape in expected_tensors(CONFIG).items():
+        kind, slot = tensor_kind(name), AUTOMODEL.slot(name)
+        if kind == "integer":
+            value = torch.randint(0, CONFIG["n_routed_experts"], shape, generator=base, device=device)
+        else:
+            value = torch.randn(shape, generator=generator, device=device)
+            if "norm" in name or name.endswith("_scale"):
+                value = 1.0 + 0.1 * value
+            elif name.endswith(("ape", "_base", "bias")):
+                value = 0.1 * value
+            elif "attn_sink" not in name:
+                value = value * shape[-1] ** -0.5
+            value = value if kind == "fp32" else value.bfloat16()
+        if slot.expert is None:
+            state[slot.key] = value
+            continue
+        if slot.key not in state:
+            stack = AUTOMODEL.stack_shape(shape, slot, CONFIG["n_routed_experts"])
+            state[slot.key] = torch.empty(stack, dtype=value.dtype, device=device)
+        AUTOMODEL.view(state[slot.key], slot).copy_(value)
+    return state
+
+
+def make(folder: Path) -> None:
+    """Write checkpoints of versions 0 and 2, and the buckets of versions 1 to 3."""
+    from safetensors.torch import save_file
+
+    for version in (0, 1, 2, 3):
+        state = training_weights(version)
+        if version in (0, 2):
+            target = folder / f"v{version}"
+            target.mkdir(parents=True, exist_ok=True)
+            stream = {name: tensor.cpu().contiguous() for name, tensor in export_weights(state, "vllm-hopper")}
+            save_file(stream, target / "model.safetensors", metadata={"format": "pt"})
+            (target / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+        if version > 0:
+            count = write_folder(
+                export_weights(state, "vllm-hopper"),
+                folder / f"buckets{version}",
+                capacity_bytes=BUCKET_BYTES,
+                version=version,
+            )
+            print(f"version {version}: {count} buckets")
+
+
+def start_engine(checkpoint: Path, *, sleep_mode: bool = False, extension: bool = False) -> Any:
+    """A vLLM engine in this process."""
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    from vllm import LLM
+
+    return LLM(
+        model=str(checkpoint),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        kv_cache_dtype="fp8",
+        block_size=256,
+        max_model_len=2048,
+        gpu_memory_utilization=0.08,
+        max_num_seqs=32,
+        disable_log_stats=True,
+        enable_prefix_caching=False,
+        enable_sleep_mode=sleep_mode,
+        **({"worker_extension_cls": EXTENSION} if extension else {}),
+    )
+
+
+def logprobs(engine: Any) -> dict[str, torch.Tensor]:
+    """Prompt log-probabilities of 16 fixed sequences, and 32 sampled tokens with theirs for each."""
+    from vllm import SamplingParams
+
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(16, 700, (16,), generator=generator).tolist()
+    prompts = [torch.randint(2, CONFIG["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    scored = engine.generate(
+        requests, SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False), use_tqdm=False
+    )
+    prompt = [
+        out.prompt_logprobs[i][tokens[i]].logprob
+        for out, tokens in zip(scored, prompts, strict=True)
+        for i in range(1, len(tokens))
+    ]
+    sampling = SamplingParams(
+        max_tokens=32, min_tokens=32, ignore_eos=True, temperature=1.0, logprobs=0, detokenize=False, seed=5
+    )
+    sampled = engine.generate(requests, sampling, use_tqdm=False)
+    tokens = [token for out in sampled for token in out.outputs[0].token_ids]
+    values = [
+        step[token].logprob
+        for out in sampled
+        for step, token in zip(out.outputs[0].logprobs, out.outputs[0].token_ids, strict=True)
+    ]
+    return {
+        "prompt": torch.tensor(prompt, dtype=torch.float64),
+        "tokens": torch.tensor(tokens),
+        "sampled": torch.tensor(values, dtype=torch.float64),
+    }
+
+
+def refit(folder: Path, *, sleep: bool) -> int:
+    """Two refits with every weight compared, then one that leaves kernel references as the reload left them."""
+    engine = start_engine(folder / "v0", sleep_mode=sleep, extension=True)
+    print("prepared:", engine.collective_rpc("dsv4_refit_prepare", args=("all",)))
+    results = {"v0": logprobs(engine)}
+    bad = 0
+    for version in (1, 2):
+        if sleep and version == 2:
+            engine.sleep(level=2)
+            engine.wake_up(tags=["weights"])
+        free = torch.cuda.mem_get_info()[0]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        started = time.perf_counter()
+        report = engine.collective_rpc("dsv4_refit_from_folder", args=(str(folder / f"buckets{version}"),))[0]
+        seconds = time.perf_counter() - started
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        kept = (free - torch.cuda.mem_get_info()[0]) / 2**20
+        if sleep and version == 2:
+            engine.wake_up(tags=["kv_cache"])
+        engine.reset_prefix_cache()
+        shown = {key: report[key] for key in ("version", "tensors", "quantized", "bytes", "checksum", "phases")}
+        print(f"refit {version}: {seconds:.2f} s, peak +{peak:.0f} MiB, kept {kept:.0f} MiB, {shown}")
+        print(f"refit {version}: {len(report['findings'])} findings {report['findings'][:5]}")
+        bad += len(report["findings"])
+        results[f"v{version}"] = logprobs(engine)
+    torch.save(results, folder / "refit.pt")
+    arguments = {"skip_repointing": True}
+    report = engine.collective_rpc("dsv4_refit_from_folder", args=(str(folder / "buckets3"),), kwargs=arguments)[0]
+    stale = [finding for finding in report["findings"] if "stale" in finding]
+    print(f"re-pointing skipped: {len(stale)} stale references found, first {stale[:2]}")
+    report = engine.collective_rpc("dsv4_refit_from_folder", args=(str(folder / "buckets2"),))[0]
+    print(f"refit after the fault: {len(report['findings'])} findings {report['findings'][:5]}")
+    again = logprobs(engine)
+    print("version 2 once more: equal", all(torch.equal(again[key], results["v2"][key]) for key in again))
+    return 1 if bad or not stale or report["findings"] else 0
+
+
+def fresh(folder: Path) -> None:
+    """The same requests on an engine that loaded version 2 from disk; twice, for the engine's own reproducibility."""
+    engine = start_engine(folder / "v2")
+    first, second = logprobs(engine), logprobs(engine)
+    print("fresh engine against itself: equal", all(torch.equal(first[key], second[key]) for key in first))
+    torch.save(first, folder / "fresh.pt")
+
+
+def compare(folder: Path) -> int:
+    """Print the differences; 0 only if there are none between the second refit and the fresh engine."""
+    refitted, wanted = torch.load(folder / "refit.pt"), torch.load(folder / "fresh.pt")
+    worst = 0.0
+    for key in ("prompt", "sampled"):
+        difference = (refitted["v2"][key] - wanted[key]).abs().max().item()
+        moved = (refitted["v2"][key] - refitted["v0"][key]).abs().max().item()
+        print(f"{key}: {wanted[key].numel()} logprobs, max difference to fresh {difference:g}, to v0 {moved:.3f}")
+        worst = max(worst, difference)
+    same_tokens = torch.equal(refitted["v2"]["tokens"], wanted["tokens"])
+    print(f"sampled tokens equal: {same_tokens}")
+    return 0 if worst == 0.0 and same_tokens else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("phase", choices=("make", "refit", "fresh", "compare"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--sleep", action="store_true", help="refit: sleep at level 2 before the second refit")
+    options = parser.parse_args()
+    if options.phase == "make":
+        make(options.folder)
+    elif options.phase == "fresh":
+        fresh(options.folder)
+    elif options.phase == "compare":
+        return compare(options.folder)
+    else:
+        return refit(options.folder, sleep=options.sleep)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

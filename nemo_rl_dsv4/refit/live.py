@@ -1,0 +1,205 @@
+"""Put staged weights into a running engine: prepare once, load everything, finalize once, re-point, verify.
+
+Order matters. Nothing is touched before the staged set is complete. The engine's own loaders see the stream once.
+Parameters that came out of it in new storage are copied back into the old one, which captured graphs and kernels
+know. Then whatever holds parameter objects is pointed at the live ones, and only then is anything verified.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import torch
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.stored_weight import decode_weight, scale_name
+from nemo_rl_dsv4.numerics.formats import is_power_of_two
+from nemo_rl_dsv4.refit.checksum import bytes_checksum
+from nemo_rl_dsv4.refit.references import find_references, live_tensors, repoint, stale_references
+from nemo_rl_dsv4.refit.report import RefitReport, Stream
+from nemo_rl_dsv4.refit.staging import StagedWeights
+
+Checks = Literal["sampled", "all"]
+_SAMPLE = 48  # weights compared after a refit with checks "sampled"
+
+
+class LiveEngine(Protocol):
+    """What a refit needs of an engine."""
+
+    model: torch.nn.Module
+
+    def load(self, stream: Stream) -> set[str]:
+        """Prepare, load a whole stream by official names, finalize; return the parameters that a loader wrote.
+
+        On an exception the engine's own state (patches, loaders, placeholders) is restored as far as it can be.
+        """
+        ...
+
+    def refresh_derived(self) -> None:
+        """Recompute in place what is derived from weights at load time and is no parameter."""
+        ...
+
+    def read_back(self, name: str) -> tuple[torch.Tensor, tuple[slice, ...]] | None:
+        """Values that the kernels now compute with for one official weight, and which part of it they are.
+
+        None if this engine process holds no part of it.
+        """
+        ...
+
+    def scales(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(parameter name, float32 values) of every weight scale in its kernel layout."""
+        ...
+
+    def reset_caches(self) -> None:
+        """Drop what was computed with the old weights."""
+        ...
+
+
+class LiveRefit:
+    """Refits one engine again and again.
+
+    Make it once, when the engine has loaded its checkpoint and before the first refit: it remembers where every
+    parameter lies and who holds it.
+
+    Args:
+        engine: the engine.
+        checks: compare 48 weights, drawn anew for each version, or all of them, with what was sent.
+        power_of_two: scales must be powers of two.
+    """
+
+    def __init__(self, engine: LiveEngine, *, checks: Checks = "sampled", power_of_two: bool = True) -> None:
+        self.engine, self.checks, self.power_of_two = engine, checks, power_of_two
+        self.references = find_references(engine.model)
+        self._homes = dict(live_tensors(engine.model))
+        self._places = {name: tensor.data_ptr() for name, tensor in self._homes.items()}
+        self.version: int | None = None
+        self.valid = True
+
+    def apply(self, staged: StagedWeights, *, skip_repointing: bool = False) -> RefitReport:
+        """Load a staged refit and return what was found.
+
+        Args:
+            staged: all buckets of one version.
+            skip_repointing: leave stale references as they are; only for showing that verification finds them.
+
+        Raises:
+            UserError: the staged set is incomplete; the engine still has its old weights.
+            Exception: whatever the engine's loaders raised. `valid` is then False until a later refit succeeds.
+        """
+        phases: dict[str, float] = {}
+        with _timed(phases, "check"):
+            staged.check_complete()
+        self.valid = False
+        engine = self.engine
+        with _timed(phases, "load"):
+            written = engine.load(staged.stream())
+        with _timed(phases, "repoint"):
+            moved = self._return_home()
+            engine.refresh_derived()
+            if not skip_repointing:
+                repoint(engine.model, self.references)
+        with _timed(phases, "verify"):
+            findings = [*moved, *self._verify(staged, written)]
+        engine.reset_caches()
+        self.version, self.valid = staged.version, not findings
+        weights = list(staged.weights())
+        return RefitReport(
+            tensors=sum(1 for _ in staged.stream()),
+            quantized=sum(staged.pair(name)[1] is not None for name, _ in weights),
+            bytes=staged.bytes,
+            seconds=sum(phases.values()),
+            checksum=staged.checksum,
+            version=staged.version,
+            phases=phases,
+            findings=tuple(findings),
+        )
+
+    def _return_home(self) -> list[str]:
+        """Copy parameters that a loader replaced back into their old storage and register that again."""
+        findings = []
+        live = live_tensors(self.engine.model)
+        for name in self._homes.keys() | live.keys():
+            home, now = self._homes.get(name), live.get(name)
+            if home is None or now is None:
+                findings.append(f"{name}: parameter {'appeared' if home is None else 'disappeared'} in the refit")
+            elif now is not home:
+                if now.is_meta or now.shape != home.shape or now.dtype != home.dtype:
+                    findings.append(
+                        f"{name}: the refit left {now.dtype} {list(now.shape)} on {now.device}; "
+                        f"the kernels were built for {home.dtype} {list(home.shape)}"
+                    )
+                    continue
+                if now.data_ptr() != home.data_ptr():
+                    home.data.copy_(now.data)
+                path, _, leaf = name.rpartition(".")
+                module = self.engine.model.get_submodule(path)
+                registry: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
+                registry[leaf] = home
+        for name, tensor in live_tensors(self.engine.model).items():
+            if name in self._places and tensor.data_ptr() != self._places[name]:
+                findings.append(f"{name}: storage moved; captured graphs still read the old one")
+        return findings
+
+    def _verify(self, staged: StagedWeights, written: set[str]) -> Iterator[str]:
+        parameters = {name for name, _ in self.engine.model.named_parameters()}
+        scales = dict(self.engine.scales())
+        for name in sorted(parameters - written):
+            yield f"{name}: no loader wrote it"
+        for reference in stale_references(self.engine.model, self.references):
+            yield f"{reference}: stale, it is not the live parameter"
+        for name, values in scales.items():
+            wrong = ~values.isfinite() | (values <= 0)
+            if bool(wrong.any()):
+                yield f"{name}: {int(wrong.sum())} scales are zero, negative or not finite"
+            elif self.power_of_two and not bool(is_power_of_two(values).all()):
+                yield f"{name}: scales are not powers of two"
+        names = [name for name, _ in staged.weights()]
+        if self.checks == "sampled" and len(names) > _SAMPLE:
+            generator = torch.Generator().manual_seed(staged.version or 0)
+            names = [names[i] for i in torch.randperm(len(names), generator=generator)[:_SAMPLE].tolist()]
+        for name in names:
+            held = self.engine.read_back(name)
+            if held is not None:
+                yield from _compare(name, staged, *held)
+
+
+def _compare(name: str, staged: StagedWeights, held: torch.Tensor, part: tuple[slice, ...]) -> Iterator[str]:
+    data, scale = staged.pair(name)
+    data, scale = data.to(held.device), None if scale is None else scale.to(held.device)
+    if scale is None:
+        values, held = data[part].to(held.dtype), held
+    else:
+        values, held = decode_weight(name, data, scale, torch.float32, power_of_two=False)[part], held.float()
+    sent, found = values.contiguous(), held.contiguous()
+    # Minus zero and zero are the same weight; bytes are compared, so add zero to both.
+    if sent.is_floating_point():
+        sent, found = sent + 0.0, found + 0.0
+    if sent.shape != found.shape:
+        yield f"{name}: the engine holds {list(found.shape)}; wanted {list(sent.shape)}"
+    elif bytes_checksum(sent) != bytes_checksum(found):
+        error = (sent.double() - found.double()).abs().max().item()
+        scale_label = f" or {scale_name(name)}" if scale is not None else ""
+        yield f"{name}{scale_label}: the engine computes with other values, largest difference {error:.3g}"
+
+
+def require_valid(live: LiveRefit, report: RefitReport, *, on_finding: Literal["stop", "warn"] = "stop") -> None:
+    """Raise `UserError` with the first findings of a report, unless a recipe says to go on.
+
+    Raises:
+        UserError: the report has findings and `on_finding` is "stop".
+    """
+    if report.findings and on_finding == "stop":
+        more = f" (and {len(report.findings) - 3} more)" if len(report.findings) > 3 else ""
+        raise UserError(f"refit of version {live.version}: {'; '.join(report.findings[:3])}{more}")
+
+
+@contextmanager
+def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    phases[name] = time.perf_counter() - start

@@ -1,0 +1,109 @@
+"""Collect one refit completely before an engine is touched: a broken transfer leaves it on its old version.
+
+Staged tensors rest in host memory by default: one copy of the FP8 weights a host process, pinned where there is a GPU.
+An engine that reloads layer by layer then needs one layer's part of GPU memory beyond the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.official_names import check_names, export_order, tensor_kind
+from nemo_rl_dsv4.model.stored_weight import FP4_SPEC, FP8_SPEC, is_quantized, scale_grid, scale_name
+from nemo_rl_dsv4.refit.manifest import Manifest, read_bucket
+from nemo_rl_dsv4.refit.report import combine_checksums
+
+
+class StagedWeights:
+    """Weights of one policy version, complete or not.
+
+    Args:
+        expected: official name -> unquantized shape of every tensor (`expected_tensors(config)`).
+        device: where staged tensors rest.
+    """
+
+    def __init__(self, expected: Mapping[str, tuple[int, ...]], device: torch.device | str = "cpu") -> None:
+        self._expected = dict(expected)
+        self._device = torch.device(device)
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._next_bucket, self._last = 0, False
+        self.version: int | None = None
+        self.bytes = 0
+        self._sum = 0
+
+    def add(self, manifest: Manifest, buffer: torch.Tensor) -> None:
+        """Check one bucket and copy it out of its buffer, which may be reused afterwards.
+
+        Raises:
+            UserError: a bucket of another version or out of order, damaged bytes, a tensor that arrived twice.
+        """
+        if self.version is None:
+            self.version = manifest.version
+        if manifest.version != self.version or manifest.index != self._next_bucket or self._last:
+            state = "after the last one" if self._last else f"wanted {self._next_bucket} of version {self.version}"
+            raise UserError(f"refit: received bucket {manifest.index} of version {manifest.version}; {state}")
+        pin = self._device.type == "cpu" and torch.cuda.is_available()
+        own = torch.empty(manifest.bytes, dtype=torch.uint8, device=self._device, pin_memory=pin)
+        own.copy_(buffer[: manifest.bytes])
+        for name, tensor in read_bucket(manifest, own):
+            if name in self._tensors:
+                raise UserError(f"refit: tensor {name!r} arrived twice; send each one once a refit")
+            self._tensors[name] = tensor
+        for entry in manifest.entries:
+            self.bytes += entry.bytes
+            self._sum = combine_checksums(self._sum, entry.checksum)
+        self._next_bucket += 1
+        self._last = manifest.last
+
+    @property
+    def checksum(self) -> str:
+        """What `StreamTally` computes over the same tensors."""
+        return f"{self._sum:016x}"
+
+    def check_complete(self) -> None:
+        """Compare with what the model needs: every tensor once, its shape, its scale's grid.
+
+        Raises:
+            UserError: the last bucket is missing, or a tensor is missing, unknown or of another shape.
+        """
+        if not self._last:
+            raise UserError(f"refit: the transfer ended after {self._next_bucket} buckets, before the last one")
+        scales = {name for name in self._tensors if name.endswith(".scale")}
+        check_names(set(self._tensors) - scales, self._expected, "refit")
+        for name, tensor in self.weights():
+            wanted = self._expected[name]
+            packed = tensor.dtype in (torch.int8, torch.uint8) and tensor_kind(name) != "integer"
+            shape = (wanted[0], wanted[1] // 2) if packed else wanted
+            if tuple(tensor.shape) != tuple(shape):
+                raise UserError(f"refit: {name!r} is {list(tensor.shape)}; the model wants {list(shape)}")
+            if not is_quantized(tensor.dtype) or tensor_kind(name) == "integer":
+                continue
+            if scale_name(name) not in scales:
+                raise UserError(f"refit: {name!r} is {tensor.dtype} and came without its scale")
+            scales.discard(scale_name(name))
+            grid = scale_grid(wanted, (FP4_SPEC if packed else FP8_SPEC).block)
+            found = tuple(self._tensors[scale_name(name)].shape)
+            if found != grid:
+                raise UserError(f"refit: {scale_name(name)!r} is {list(found)}; wanted the raw grid {list(grid)}")
+        if scales:
+            raise UserError(f"refit: scale {min(scales)!r} belongs to no quantized weight")
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor but the scales, in export order."""
+        for name in sorted((n for n in self._tensors if not n.endswith(".scale")), key=export_order):
+            yield name, self._tensors[name]
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield everything as the exporter did: a quantized weight, then its scale."""
+        for name, tensor in self.weights():
+            yield name, tensor
+            scale = self._tensors.get(scale_name(name))
+            if scale is not None and name.endswith(".weight"):
+                yield scale_name(name), scale
+
+    def pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a staged tensor and its scale, if it has one."""
+        return self._tensors[name], self._tensors.get(scale_name(name))

@@ -1,0 +1,1 @@
+"""Ways for buckets to travel: shared memory, CUDA IPC, broadcast, files."""
