@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -120,10 +121,6 @@ def naive(engine: FakeEngine, stream: Any) -> None:
     engine.process_all()
 
 
-class Packed(Exception):
-    pass
-
-
 def test_packed_layout_breaks_a_naive_refit(expected: Any, versions: Any) -> None:
     """Case C047 from the engine's side: raw grids do not fit into parameters that hold packed scales."""
     with pytest.raises((RuntimeError, AttributeError)):
@@ -147,7 +144,6 @@ def test_shuffled_layout_breaks_a_naive_refit_silently(expected: Any, versions: 
     live = LiveRefit(engine, checks="all")
     for version in (1, 2):
         assert live.apply(stage(expected, versions[version], version)).findings == ()
-    fresh.start_again = None  # type: ignore[attr-defined]
     again = FakeEngine(expected, "shuffled")
     again.start(versions[2])
     assert same(engine.kernel_values(), again.kernel_values())
@@ -201,7 +197,7 @@ def test_what_an_engine_loses_is_found(expected: Any, versions: Any, fault: Faul
     live = LiveRefit(engine, checks="all")
     for version in (1, 2):
         report = live.apply(stage(expected, versions[version], version))
-        assert any(__import__("re").search(message, finding) for finding in report.findings), report.findings[:3]
+        assert any(re.search(message, finding) for finding in report.findings), report.findings[:3]
         assert not live.valid
 
 

@@ -1,0 +1,269 @@
+"""Buckets between processes of one host: shared memory, or CUDA IPC where both sit on the same GPU.
+
+The sender owns a few slots of one bucket each (two by default: one is filled while the other is read), so at most that
+many buckets are in flight. Slots and manifests are announced over a local socket, and a slot is filled again only when
+every receiver has given it back. All waits have a timeout.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.refit.buckets import numbered_buckets
+from nemo_rl_dsv4.refit.manifest import Manifest, write_bucket
+from nemo_rl_dsv4.refit.report import RefitReport, Stream, StreamTally
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a sender listens; plain data, to be handed to receivers by whatever control channel there is.
+
+    Attributes:
+        socket: path of a local socket.
+        key: hexadecimal secret that both ends prove to know.
+    """
+
+    socket: str
+    key: str
+
+
+class SharedSender:
+    """Sends refits to receivers of the same host.
+
+    Args:
+        capacity_bytes: size of a slot (`bucket_bytes(refit_buffer_size_gb)`).
+        receivers: engines that will connect to each refit.
+        slots: buckets in flight at most.
+        device: None for shared memory; a CUDA device for slots on it that receivers on the same GPU map.
+        timeout: seconds without any progress after which a refit is given up.
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int,
+        receivers: int = 1,
+        slots: int = 2,
+        device: torch.device | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        self._capacity, self._receivers, self._timeout = capacity_bytes, receivers, timeout
+        self._folder = Path(tempfile.mkdtemp(prefix="dsv4-refit-"))
+        self.address = Address(str(self._folder / "socket"), secrets.token_hex(16))
+        self._listener = Listener(self.address.socket, "AF_UNIX", authkey=bytes.fromhex(self.address.key))
+        self._memories: list[SharedMemory] = []
+        self._buffers: list[torch.Tensor] = []
+        self._announced: list[Any] = []
+        for _ in range(slots):
+            if device is None:
+                memory = SharedMemory(create=True, size=capacity_bytes)
+                self._memories.append(memory)
+                self._buffers.append(torch.frombuffer(memory.buf, dtype=torch.uint8)[:capacity_bytes])
+                self._announced.append(memory.name)
+            else:
+                from torch.multiprocessing.reductions import reduce_tensor
+
+                buffer = torch.empty(capacity_bytes, dtype=torch.uint8, device=device)
+                self._buffers.append(buffer)
+                self._announced.append(reduce_tensor(buffer))
+
+    def send(self, stream: Stream, *, version: int) -> RefitReport:
+        """Send one refit to all receivers and wait until every one has staged it and been told to commit.
+
+        Raises:
+            UserError: a receiver did not connect, failed, or fell silent; then none commits.
+        """
+        tally, links = StreamTally(), []
+        try:
+            links = self._accept()
+            held: list[set[int]] = [set() for _ in links]
+            for index, items, last in numbered_buckets(tally.watch(stream), self._capacity):
+                slot = index % len(self._buffers)
+                self._await_slot(links, held, slot)
+                manifest = write_bucket(items, self._buffers[slot], version=version, index=index, last=last)
+                if self._buffers[slot].is_cuda:
+                    torch.cuda.synchronize(self._buffers[slot].device)
+                for link, slots in zip(links, held, strict=True):
+                    link.send(("bucket", slot, manifest.to_json()))
+                    slots.add(slot)
+            report = tally.report()
+            self._agree(links, held, report.checksum)
+            return report
+        except BaseException as error:
+            for link in links:
+                _tell(link, ("abort", str(error)))
+            if isinstance(error, (OSError, EOFError)):
+                raise UserError(f"refit: a receiver of version {version} closed its end ({error!r})") from error
+            raise
+        finally:
+            for link in links:
+                link.close()
+
+    def close(self) -> None:
+        """Free slots and socket."""
+        self._listener.close()
+        self._buffers.clear()
+        for memory in self._memories:
+            _release(memory)
+            memory.unlink()
+        self._memories.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _accept(self) -> list[Connection]:
+        socket = self._listener._listener._socket  # type: ignore[attr-defined]
+        socket.settimeout(self._timeout)
+        links = []
+        while len(links) < self._receivers:
+            try:
+                links.append(self._listener.accept())
+            except TimeoutError:
+                raise UserError(
+                    f"refit: {len(links)} of {self._receivers} receivers connected within {self._timeout:g} s"
+                ) from None
+            links[-1].send(("slots", self._announced))
+        return links
+
+    def _await_slot(self, links: list[Connection], held: list[set[int]], slot: int) -> None:
+        for number, (link, slots) in enumerate(zip(links, held, strict=True)):
+            while slot in slots:
+                kind, value = _receive(link, self._timeout, f"receiver {number}")
+                if kind != "free":
+                    raise UserError(f"refit: receiver {number} gave up: {value}")
+                slots.discard(value)
+
+    def _agree(self, links: list[Connection], held: list[set[int]], checksum: str) -> None:
+        for number, (link, slots) in enumerate(zip(links, held, strict=True)):
+            for slot in list(slots):
+                self._await_slot([link], [slots], slot)
+            kind, value = _receive(link, self._timeout, f"receiver {number}")
+            if kind != "staged":
+                raise UserError(f"refit: receiver {number} gave up: {value}")
+            if value != checksum:
+                raise UserError(f"refit: receiver {number} staged checksum {value}; {checksum} was sent")
+        for link in links:
+            link.send(("commit", None))
+
+
+class SharedReceiver:
+    """One engine's end for one refit.
+
+    Args:
+        address: the sender's.
+        timeout: seconds without any progress after which the refit is given up.
+
+    Raises:
+        UserError: no sender listens there.
+    """
+
+    def __init__(self, address: Address, *, timeout: float = 600.0) -> None:
+        self._timeout = timeout
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                self._link = Client(address.socket, "AF_UNIX", authkey=bytes.fromhex(address.key))
+                break
+            except (ConnectionRefusedError, FileNotFoundError):
+                if time.monotonic() > deadline:
+                    raise UserError(f"refit: no sender listens at {address.socket} after {timeout:g} s") from None
+                time.sleep(0.05)
+        self._memories: list[SharedMemory] = []
+        self._slots: list[torch.Tensor] = []
+
+    def buckets(self) -> Iterator[tuple[Manifest, torch.Tensor]]:
+        """See `BucketReceiver.buckets`."""
+        last = False
+        while not last:
+            kind, *rest = self._next()
+            if kind == "slots":
+                self._map(rest[0])
+                continue
+            if kind != "bucket":
+                raise UserError(f"refit: the sender gave up: {rest[0]}")
+            slot, manifest = rest[0], Manifest.from_json(rest[1])
+            yield manifest, self._slots[slot]
+            if self._slots[slot].is_cuda:
+                torch.cuda.synchronize(self._slots[slot].device)
+            self._link.send(("free", slot))
+            last = manifest.last
+
+    def agree(self, checksum: str) -> None:
+        """See `BucketReceiver.agree`."""
+        try:
+            self._link.send(("staged", checksum))
+            kind, value = self._next()
+        finally:
+            self.close()
+        if kind != "commit":
+            raise UserError(f"refit: not committed, the sender gave up: {value}")
+
+    def fail(self, reason: str) -> None:
+        """See `BucketReceiver.fail`."""
+        _tell(self._link, ("failed", reason))
+        self.close()
+
+    def close(self) -> None:
+        """Unmap the slots and hang up."""
+        self._link.close()
+        self._slots.clear()
+        for memory in self._memories:
+            _release(memory)
+        self._memories.clear()
+
+    def _next(self) -> tuple[Any, ...]:
+        try:
+            return _receive(self._link, self._timeout, "the sender")
+        except (EOFError, OSError):
+            raise UserError("refit: the sender hung up before the refit was complete") from None
+
+    def _map(self, announced: list[Any]) -> None:
+        for item in announced:
+            if isinstance(item, str):
+                memory = _attach(item)
+                self._memories.append(memory)
+                self._slots.append(torch.frombuffer(memory.buf, dtype=torch.uint8))
+            else:
+                rebuild, arguments = item
+                self._slots.append(rebuild(*arguments))
+
+
+def _attach(name: str) -> SharedMemory:
+    """Map a segment of another process, which alone removes it."""
+    from multiprocessing import resource_tracker
+
+    memory = SharedMemory(name=name)
+    # Python before 3.13 lets every process that maps a segment remove it at its end.
+    resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]
+    return memory
+
+
+def _release(memory: SharedMemory) -> None:
+    try:
+        memory.close()
+    except BufferError:  # a caller still holds a view; the mapping goes with it
+        pass
+
+
+def _receive(link: Connection, timeout: float, who: str) -> tuple[Any, ...]:
+    if not link.poll(timeout):
+        raise UserError(f"refit: nothing from {who} for {timeout:g} s")
+    return link.recv()
+
+
+def _tell(link: Connection, message: tuple[str, Any]) -> None:
+    """Send what nobody may be listening to any more."""
+    try:
+        link.send(message)
+    except OSError:
+        pass
