@@ -7,6 +7,7 @@ the next bucket is packed. Afterwards all ranks agree by an all-reduce whether t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -125,10 +126,8 @@ class BroadcastReceiver:
                     pass
             except UserError:
                 return  # aborted: the sender does not ask for agreement
-        try:
+        with suppress(UserError):  # the caller has the reason
             _agree(self._group, False, "0", self._device, self._timeout)
-        except UserError:
-            pass
 
     def _receive(self, tensor: torch.Tensor) -> torch.Tensor:
         work = dist.broadcast(tensor, group=self._group, group_src=self._source, async_op=True)

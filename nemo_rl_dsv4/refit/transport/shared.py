@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.shared_memory import SharedMemory
@@ -249,10 +250,8 @@ def _attach(name: str) -> SharedMemory:
 
 
 def _release(memory: SharedMemory) -> None:
-    try:
+    with suppress(BufferError):  # a caller still holds a view; the mapping goes with it
         memory.close()
-    except BufferError:  # a caller still holds a view; the mapping goes with it
-        pass
 
 
 def _receive(link: Connection, timeout: float, who: str) -> tuple[Any, ...]:
@@ -263,7 +262,5 @@ def _receive(link: Connection, timeout: float, who: str) -> tuple[Any, ...]:
 
 def _tell(link: Connection, message: tuple[str, Any]) -> None:
     """Send what nobody may be listening to any more."""
-    try:
+    with suppress(OSError):
         link.send(message)
-    except OSError:
-        pass
