@@ -21,6 +21,7 @@ import yaml
 from nemo_rl_dsv4.config import MasterConfig, validate
 from nemo_rl_dsv4.config.prompts import dataset_section, make_datasets, make_prompts, make_tokenizer
 from nemo_rl_dsv4.config.runs_here import not_implemented
+from nemo_rl_dsv4.config.topology import packed_length
 from nemo_rl_dsv4.data import Tokenizer
 from nemo_rl_dsv4.environments import MathEnvironment
 from nemo_rl_dsv4.errors import UserError
@@ -32,6 +33,7 @@ from nemo_rl_dsv4.grpo.settings import CheckpointSettings, TrainerSettings
 from nemo_rl_dsv4.grpo.trainer import TrainingSummary, grpo_train
 from nemo_rl_dsv4.model.hf_config import read_config
 from nemo_rl_dsv4.policy.group import PolicyGroup
+from nemo_rl_dsv4.policy.packing import Packing
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec
 from nemo_rl_dsv4.routes import RouterMode
@@ -76,7 +78,7 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
     settings = TrainerSettings.from_config(config)
     warn_of_biased_sampling(config, console)
     with ray_cluster(config):
-        group = PolicyGroup(config.world_size)
+        group = PolicyGroup(config.world_size, device="cuda" if config.cluster.gpus_per_node else "cpu")
         progress_bars = RunConsole(console, config.grpo.max_num_steps)
         phases = Phases(progress_bars)
         generation = ReferenceGeneration(
@@ -262,6 +264,23 @@ def policy_spec(config: MasterConfig, checkpoint: Path) -> PolicySpec:
         keep_reference=config.loss_fn.reference_policy_kl_penalty != 0,
         logprob_chunk_size=policy.logprob_chunk_size,
         router=router_mode(config),
+        packing=packing(config),
+        device="cuda" if config.cluster.gpus_per_node else "cpu",
+        cpu_offload=layout.cpu_offload,
+        offload_optimizer_for_logprob=policy.offload_optimizer_for_logprob,
+    )
+
+
+def packing(config: MasterConfig) -> Packing | None:
+    """`policy.sequence_packing` with its nulls resolved; None when it is off."""
+    policy, section = config.policy, config.policy.sequence_packing
+    if not section.enabled:
+        return None
+    longest = packed_length(config)
+    return Packing(
+        train_tokens=section.train_mb_tokens or longest * policy.train_micro_batch_size,
+        logprob_tokens=section.logprob_mb_tokens or longest * policy.logprob_batch_size,
+        algorithm=section.algorithm,
     )
 
 

@@ -9,7 +9,7 @@ from functools import cache
 
 from pydantic import BaseModel
 
-from nemo_rl_dsv4.config.section import DisabledSection
+from nemo_rl_dsv4.config.section import DisabledSection, KeysOf
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
@@ -24,8 +24,15 @@ def section_of(annotation: object) -> type[BaseModel] | None:
 
 
 def fields_of(section: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
-    """Key as written in YAML -> class of the subsection under it, or None where a value stands."""
-    return {info.alias or name: section_of(info.annotation) for name, info in section.model_fields.items()}
+    """Key as written in YAML -> class of the subsection under it, or None where a value stands.
+
+    An open mapping marked `KeysOf(section)` has that section's keys, and may have others.
+    """
+    return {
+        info.alias or name: section_of(info.annotation)
+        or next((mark.section for mark in info.metadata if isinstance(mark, KeysOf)), None)
+        for name, info in section.model_fields.items()
+    }
 
 
 def key_paths(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

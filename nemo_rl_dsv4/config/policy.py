@@ -8,7 +8,7 @@ from pydantic import Field
 
 from nemo_rl_dsv4.config.dsv4 import DSV4
 from nemo_rl_dsv4.config.generation import Generation
-from nemo_rl_dsv4.config.section import DisabledSection, OpenMapping, Section
+from nemo_rl_dsv4.config.section import DisabledSection, KeysOf, OpenMapping, Section
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -103,8 +103,8 @@ class DTensorCfg(Section):
     """Only disabled: all weights train."""
 
 
-class OptimizerKwargs(Section):
-    """Arguments of AdamW."""
+class AdamWKwargs(Section):
+    """Arguments of `torch.optim.AdamW`."""
 
     lr: Annotated[float, Field(gt=0.0)]
     """Learning rate."""
@@ -123,25 +123,42 @@ class OptimizerKwargs(Section):
 class Optimizer(Section):
     """The optimizer by class path."""
 
-    name: Literal["torch.optim.AdamW"] = "torch.optim.AdamW"
-    """Class path."""
-    kwargs: OptimizerKwargs
-    """Its arguments."""
+    name: str = "torch.optim.AdamW"
+    """Class path of a `torch.optim.Optimizer`, torch's or another package's."""
+    kwargs: Annotated[OpenMapping, KeysOf(AdamWKwargs)]
+    """Its arguments. `lr` is needed; AdamW's are checked before anything starts, others when the optimizer is made."""
 
 
 class SchedulerStep(Section):
     """One part of the learning-rate schedule, or the steps at which the next part takes over."""
 
     name: str | None = None
-    """Class path of a `torch.optim.lr_scheduler`."""
+    """Class path of a scheduler, torch's or another package's."""
     kwargs: OpenMapping | None = None
     """Its arguments."""
     milestones: list[Annotated[int, Field(ge=0)]] | None = None
     """Steps at which one part hands over to the next; stands alone, as the list's last item."""
 
 
-class Batching(DisabledSection):
-    """Sequence packing or dynamic batching."""
+class DynamicBatching(DisabledSection):
+    """Micro-batches by token count; rows of alike length share one anyway."""
+
+
+class SequencePacking(Section):
+    """Several rows in one sequence, kept apart by the attention mask; each is padded to a multiple of 128."""
+
+    enabled: bool = False
+    """Pack in training and in scoring."""
+    train_mb_tokens: Positive | None = None
+    """Tokens of a training micro-batch; null for train_micro_batch_size longest rows."""
+    logprob_mb_tokens: Positive | None = None
+    """Tokens of a scoring micro-batch; null for logprob_batch_size longest rows."""
+    algorithm: Literal["concatenative", "first_fit_decreasing", "modified_first_fit_decreasing"] = (
+        "modified_first_fit_decreasing"
+    )
+    """Which rows share a sequence."""
+    sequence_length_round: Positive = 64
+    """NeMo-RL's padding of packed rows; it must divide 128, which rows are padded to."""
 
 
 class Policy(Section):
@@ -183,10 +200,10 @@ class Policy(Section):
     """Learning-rate schedule; null keeps the rate constant."""
     generation: Generation
     """Rollout."""
-    dynamic_batching: Batching = Batching()
-    """Only disabled: compressed attention windows start at position 0 of a row."""
-    sequence_packing: Batching = Batching()
-    """Only disabled, for the same reason."""
+    dynamic_batching: DynamicBatching = DynamicBatching()
+    """Only disabled: rows of alike length share a micro-batch anyway."""
+    sequence_packing: SequencePacking = SequencePacking()
+    """Several rows in one sequence."""
     megatron_cfg: DisabledSection = DisabledSection()
     """Only disabled: the trainer is AutoModel."""
     draft: DisabledSection = DisabledSection()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.config.model_limits import TINY, model_limits
 from nemo_rl_dsv4.config.rules import require, require_divides
-from nemo_rl_dsv4.config.topology import sequence_multiple
+from nemo_rl_dsv4.config.topology import WIDEST_COMPRESSION, packed_length, sequence_multiple
 
 
 def check_model(config: MasterConfig) -> None:
@@ -112,6 +112,32 @@ def check_batches(config: MasterConfig) -> None:
         policy.train_global_batch_size,
         "policy.train_global_batch_size",
         "choose a multiple of it",
+    )
+
+
+def check_packing(config: MasterConfig) -> None:
+    """The longest row fits into a packed sequence, and padding to 128 is padding to the recipe's multiple."""
+    packing, where = config.policy.sequence_packing, "policy.sequence_packing"
+    if not packing.enabled:
+        return
+    require(
+        WIDEST_COMPRESSION % packing.sequence_length_round == 0,
+        f"{where}.sequence_length_round is {packing.sequence_length_round}; packed rows are padded to a multiple of "
+        f"{WIDEST_COMPRESSION} (the widest compressor window): give a divisor of it",
+    )
+    longest = packed_length(config)
+    for key in ("train_mb_tokens", "logprob_mb_tokens"):
+        tokens = getattr(packing, key)
+        require(
+            tokens is None or tokens >= longest,
+            f"{where}.{key} is {tokens}, but a row of policy.max_total_sequence_length = "
+            f"{config.policy.max_total_sequence_length} tokens takes {longest}; raise it",
+        )
+    backend = config.policy.dtensor_cfg.automodel_kwargs.backend
+    require(
+        backend.dispatcher != "hybridep" or config.data_parallel_size == 1,
+        f"{where}.enabled is true with backend.dispatcher hybridep, which needs equally many tokens on every rank; "
+        "turn packing off, or choose deepep",
     )
 
 

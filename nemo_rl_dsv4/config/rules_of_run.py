@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import tempfile
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.config.model_limits import TINY
+from nemo_rl_dsv4.config.policy import AdamWKwargs
 from nemo_rl_dsv4.config.rules import require
 from nemo_rl_dsv4.config.runtime_choice import Runtime
 from nemo_rl_dsv4.errors import UserError
@@ -63,6 +67,30 @@ def check_data(config: MasterConfig, runtime: Runtime) -> None:
     )
 
 
+def check_optimizer(config: MasterConfig) -> None:
+    """AdamW's arguments are AdamW's; every optimizer has a learning rate."""
+    optimizer, where = config.policy.optimizer, "policy.optimizer.kwargs"
+    require("." in optimizer.name, f"policy.optimizer.name is {optimizer.name!r}; wanted a class path")
+    rate = optimizer.kwargs.get("lr")
+    require(
+        isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0,
+        f"{where}.lr is {rate!r}; wanted a number above 0",
+    )
+    if optimizer.name != "torch.optim.AdamW":
+        return
+    known = list(AdamWKwargs.model_fields)
+    for key in optimizer.kwargs:
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"AdamW takes {', '.join(known)}"
+        require(key in known, f"unknown key {where}.{key}; {hint}")
+    try:
+        AdamWKwargs.model_validate(optimizer.kwargs)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(map(str, (where, *first["loc"])))
+        raise UserError(f"{path} is {first['input']!r}: {first['msg'].lower()}") from error
+
+
 def check_scheduler(config: MasterConfig) -> None:
     """The schedule's parts and milestones fit together."""
     steps = config.policy.scheduler
@@ -77,8 +105,8 @@ def check_scheduler(config: MasterConfig) -> None:
             f"{where}.{index} must have either a name (with kwargs) or milestones",
         )
         require(
-            step.name is None or step.name.startswith("torch.optim.lr_scheduler."),
-            f"{where}.{index}.name is {step.name!r}; wanted a class of torch.optim.lr_scheduler",
+            step.name is None or "." in step.name,
+            f"{where}.{index}.name is {step.name!r}; wanted a class path, such as torch.optim.lr_scheduler.LinearLR",
         )
     require(bool(parts), f"{where} names no schedule; give one, or null for a constant rate")
     if len(parts) == 1 and not milestones:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -31,6 +32,13 @@ class DisabledSection(BaseModel):
 
     enabled: Literal[False] = False
     """Only ``false``: the feature belongs to another backend of NeMo-RL."""
+
+
+@dataclass(frozen=True)
+class KeysOf:
+    """Mark of an open mapping whose usual keys are those of a section: a wrong key's hint and the docs know them."""
+
+    section: type[BaseModel]
 
 
 OpenMapping = dict[str, Any]

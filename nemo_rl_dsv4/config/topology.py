@@ -85,6 +85,11 @@ def batch_flow(config: MasterConfig) -> BatchFlow:
     )
 
 
+def packed_length(config: MasterConfig) -> int:
+    """Tokens that the longest row takes in a packed sequence."""
+    return -(-config.policy.max_total_sequence_length // WIDEST_COMPRESSION) * WIDEST_COMPRESSION
+
+
 def sequence_multiple(config: MasterConfig) -> int:
     """Batches are padded on the right to a multiple of this many tokens."""
     context_parallel = config.policy.dtensor_cfg.context_parallel_size

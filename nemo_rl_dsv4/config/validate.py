@@ -9,10 +9,18 @@ from nemo_rl_dsv4.config.rules_of_layout import (
     check_layout,
     check_lengths,
     check_model,
+    check_packing,
     check_rollout_layout,
 )
 from nemo_rl_dsv4.config.rules_of_numerics import check_available, check_hardware, check_numerics, check_routes
-from nemo_rl_dsv4.config.rules_of_run import check_algorithm, check_data, check_outputs, check_scheduler, check_trackers
+from nemo_rl_dsv4.config.rules_of_run import (
+    check_algorithm,
+    check_data,
+    check_optimizer,
+    check_outputs,
+    check_scheduler,
+    check_trackers,
+)
 from nemo_rl_dsv4.config.rules_of_values import check_metric_names, check_values
 from nemo_rl_dsv4.config.runtime_choice import Runtime, choose_runtime
 
@@ -35,6 +43,7 @@ def validate(config: MasterConfig, *, runs_here: bool = True) -> Runtime:
         check_layout,
         check_batches,
         check_lengths,
+        check_packing,
         check_numerics,
         check_routes,
         check_available,
@@ -45,7 +54,7 @@ def validate(config: MasterConfig, *, runs_here: bool = True) -> Runtime:
     ):
         check(config)
     check_data(config, runtime)
-    for check in (check_scheduler, check_outputs, check_algorithm):
+    for check in (check_optimizer, check_scheduler, check_outputs, check_algorithm):
         check(config)
     if runs_here:
         check_trackers(config)

@@ -20,7 +20,7 @@ import torch
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.routes import ROUTED_EXPERTS, RouterMode, RouterTally
-from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, get, kill
+from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, GPU_WORKER_OPTIONS, get, kill
 
 if TYPE_CHECKING:
     from nemo_rl_dsv4.policy.spec import PolicySpec
@@ -34,10 +34,14 @@ SECONDS_BETWEEN_POLLS = 0.1
 class PolicyActor:
     """One rank's process."""
 
-    def __init__(self, rank: int, world: int, init_method: str) -> None:
-        torch.set_num_threads(1)
+    def __init__(self, rank: int, world: int, init_method: str, device: str = "cpu") -> None:
+        if device == "cuda":
+            torch.cuda.set_device(0)  # Ray shows an actor its own GPU only
+        else:
+            torch.set_num_threads(1)
         if world > 1:
-            torch.distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
+            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+            torch.distributed.init_process_group(backend, init_method=init_method, rank=rank, world_size=world)
         self.rank = rank
 
     def build(self, spec: PolicySpec) -> str:
@@ -114,15 +118,19 @@ class PolicyGroup:
 
     Args:
         world: number of ranks.
+        device: `cpu`, or `cuda` for a GPU a rank; `PolicySpec.device` has to say the same.
     """
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, *, device: str = "cpu") -> None:
+        self.world, self.device = world, device
         self._stopped = threading.Event()
         self._rendezvous = tempfile.TemporaryDirectory(prefix="nemo-rl-dsv4-")
         init_method = f"file://{self._rendezvous.name}/rendezvous"
         self.actors = [
-            PolicyActor.options(**CPU_WORKER_OPTIONS).remote(rank, world, init_method) for rank in range(world)
+            PolicyActor.options(**(CPU_WORKER_OPTIONS if device == "cpu" else GPU_WORKER_OPTIONS)).remote(
+                rank, world, init_method, device
+            )
+            for rank in range(world)
         ]
 
     def build(self, spec: PolicySpec, *, global_batch_size: int) -> str:
@@ -137,6 +145,8 @@ class PolicyGroup:
         """
         if spec.sizes.world != self.world:
             raise UserError(f"the settings are for {spec.sizes.world} ranks; this group has {self.world}")
+        if spec.device != self.device:
+            raise UserError(f"the settings are for device {spec.device}; this group's processes have {self.device}")
         self.spec, self.global_batch_size = spec, global_batch_size
         return get([actor.build.remote(spec) for actor in self.actors])[0]
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.policy.microbatch import round_up
 from nemo_rl_dsv4.policy.parallel import Meshes, gather_along_dim
 
@@ -88,8 +89,17 @@ class TokenLayout:
 
 
 def plain_layout(input_ids: torch.Tensor, lengths_b: torch.Tensor, meshes: Meshes) -> TokenLayout:
-    """One sequence a row. Under context parallelism S has to be a multiple of 128 x cp."""
+    """One sequence a row.
+
+    Raises:
+        UserError: S is not a multiple of 128 x cp under context parallelism.
+    """
     b, S = input_ids.shape
+    if S % (DOCUMENT_MULTIPLE * meshes.sizes.cp) and meshes.sizes.cp > 1:
+        raise UserError(
+            f"rows of {S} tokens cannot be cut over {meshes.sizes.cp} context-parallel ranks; wanted a multiple of "
+            f"{DOCUMENT_MULTIPLE} x {meshes.sizes.cp}"
+        )
     positions = torch.arange(S, device=input_ids.device).expand(b, -1)
     index = torch.arange(b * S, device=input_ids.device).view(b, S)
     index = index.masked_fill(positions >= lengths_b.unsqueeze(1), -1)

@@ -12,23 +12,38 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from nemo_rl_dsv4.errors import UserError
 
 
-def load_class(path: str, key: str) -> type:
-    """Import `module.Class`; `UserError` names the recipe key it came from."""
+def load_class(path: str, key: str, base: type) -> type:
+    """Import `module.Class`; `UserError` names the recipe key it came from, where it cannot be had or is no `base`."""
     module_name, _, class_name = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module_name), class_name)
+        found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"{key} is {path!r}, which cannot be imported ({error}); wanted a class path") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(f"{key} is {path!r}, which is no {base.__module__}.{base.__qualname__}; wanted a subclass")
+    return found
 
 
-def build_optimizer(parameters: Iterable[torch.nn.Parameter], name: str, kwargs: Mapping[str, Any]):
-    """Make the optimizer `name` over the trainable parameters."""
+def build_optimizer(
+    parameters: Iterable[torch.nn.Parameter], name: str, kwargs: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """Make the optimizer `name` over the trainable parameters.
+
+    Args:
+        parameters: the model's; frozen ones (the indexer) stay out, so that weight decay does not move them.
+        name: class path of a `torch.optim.Optimizer`, torch's or another package's.
+        kwargs: its arguments; nulls are left out and lists become tuples, because YAML knows no tuples.
+
+    Raises:
+        UserError: the class cannot be imported, is no optimizer, or does not take the arguments.
+    """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    options = {key: value for key, value in kwargs.items() if value is not None}
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
+    options = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in kwargs.items() if value is not None
+    }
+    cls = load_class(name, "policy.optimizer.name", torch.optim.Optimizer)
     try:
-        return load_class(name, "policy.optimizer.name")(trainable, **options)
+        return cls(trainable, **options)
     except (TypeError, ValueError) as error:
         raise UserError(f"policy.optimizer.kwargs do not fit {name}: {error}") from error
 
@@ -42,7 +57,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, parts: Sequence[Mapping[st
             at which one part hands over to the next. None or empty keeps the rate constant.
 
     Raises:
-        UserError: the number of milestones does not fit the number of parts.
+        UserError: the number of milestones does not fit the number of parts, or a part cannot be made.
     """
     if not parts:
         return None
@@ -55,9 +70,37 @@ def build_scheduler(optimizer: torch.optim.Optimizer, parts: Sequence[Mapping[st
         )
     schedulers = []
     for part in named:
-        cls = load_class(str(part["name"]), "policy.scheduler.name")
+        cls = load_class(str(part["name"]), "policy.scheduler.name", LRScheduler)
         try:
             schedulers.append(cls(optimizer, **dict(part.get("kwargs") or {})))
         except (TypeError, ValueError) as error:
             raise UserError(f"policy.scheduler kwargs do not fit {part['name']}: {error}") from error
     return schedulers[0] if len(schedulers) == 1 else SequentialLR(optimizer, schedulers, milestones)
+
+
+class OptimizerOffload:
+    """Moves an optimizer's state to host memory while only forward passes run, and back before the next update.
+
+    Every tensor returns to the device it came from; what is in host memory anyway (AdamW's step counts) stays there.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._home: list[tuple[dict[str, Any], str, torch.device]] = []
+
+    def to_host(self) -> int:
+        """Move the state of every parameter to the CPU; return the bytes that left a device."""
+        moved = 0
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                    self._home.append((state, key, value.device))
+                    state[key] = value.to("cpu")
+                    moved += state[key].nbytes
+        return moved
+
+    def to_device(self) -> None:
+        """Move back what `to_host` moved."""
+        for state, key, device in self._home:
+            state[key] = state[key].to(device)
+        self._home.clear()

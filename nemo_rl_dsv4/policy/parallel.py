@@ -21,7 +21,7 @@ from nemo_automodel.components.models.deepseek_v4 import layers as v4_layers
 from nemo_automodel.components.moe import parallelizer as moe_parallelizer
 from nemo_automodel.components.moe.layers import MoE
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from nemo_rl_dsv4.errors import UserError
 
@@ -125,7 +125,8 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     that only some ranks used counts as zero on the others, as under FSDP.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    used = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.int32)
+    device = trainable[0].device
+    used = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.int32, device=device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
     chosen = [parameter for parameter, flag in zip(trainable, used.tolist(), strict=True) if flag]
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
@@ -181,11 +182,26 @@ def parallelize(
     *,
     activation_checkpointing: bool = False,
     compute_dtype: torch.dtype = torch.float32,
+    cpu_offload: bool = False,
 ) -> torch.nn.Module:
     """Shard a built model over `meshes` in place and return it.
 
     Call it after weights are loaded and fake quantization is installed, and before the optimizer is made.
+
+    Args:
+        activation_checkpointing: recompute activations in the backward pass.
+        compute_dtype: dtype of a product's weights; gradients are reduced in float32.
+        cpu_offload: keep shards, their gradients and the optimizer's state in host memory.
+
+    Raises:
+        UserError: offload without shards, or without a GPU.
     """
+    if cpu_offload and (meshes.world is None or meshes.world.device_type == "cpu"):
+        raise UserError(
+            "policy.dtensor_cfg.cpu_offload is true, but "
+            + ("every rank holds the whole model" if meshes.world is None else "the model is on CPUs already")
+            + "; it needs weights sharded over two GPUs or more: set it to false"
+        )
     if meshes.world is None:
         if activation_checkpointing:
             moe_parallelizer.apply_ac(model)
@@ -205,6 +221,7 @@ def parallelize(
         mp_policy=MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
+        offload_policy=CPUOffloadPolicy() if cpu_offload else None,
         model_parallelizer=type(model).parallelizer,  # type: ignore[attr-defined]
     )
     return model

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.build import build_model, materialize, resolve_dtype
@@ -19,6 +20,7 @@ from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.hf_config import read_config
 from nemo_rl_dsv4.numerics import RolloutProfile, get_profile
 from nemo_rl_dsv4.policy.dispatcher import check_dispatcher
+from nemo_rl_dsv4.policy.packing import Packing
 from nemo_rl_dsv4.policy.parallel import ParallelSizes, create_meshes
 from nemo_rl_dsv4.policy.worker import PolicyWorker
 from nemo_rl_dsv4.refit.verify import ExportCheck
@@ -40,6 +42,10 @@ class PolicySpec:
         backend: AutoModel backend fields.
         config_overrides: values that replace those of the checkpoint's config.json.
         logprob_chunk_size: positions whose logits exist at once; None for all.
+        packing: several rows in one sequence; None for one row a sequence.
+        device: `cpu` or `cuda` (the current device of the process).
+        cpu_offload: keep sharded weights, gradients and optimizer state in host memory.
+        offload_optimizer_for_logprob: keep optimizer state in host memory while scoring.
         keep_reference: keep the initial weights for a KL penalty.
         router: what to do with the experts that the rollout recorded.
     """
@@ -62,6 +68,10 @@ class PolicySpec:
     hf_config: Mapping[str, Any] | None = None
     seed: int = 0
     logprob_chunk_size: int | None = None
+    packing: Packing | None = None
+    device: str = "cpu"
+    cpu_offload: bool = False
+    offload_optimizer_for_logprob: bool = False
 
 
 def check_scale_kind(checkpoint: Path, hf_config: Mapping[str, Any], profile: RolloutProfile) -> bool:
@@ -86,6 +96,11 @@ def check_scale_kind(checkpoint: Path, hf_config: Mapping[str, Any], profile: Ro
     return True
 
 
+def weights_device(spec: PolicySpec) -> torch.device:
+    """Where this rank's weights live between uses."""
+    return torch.device("cpu" if spec.cpu_offload else spec.device)
+
+
 def load_weights(model: torch.nn.Module, spec: PolicySpec, hf_config: Mapping[str, Any]) -> None:
     """Read this rank's part of `spec.checkpoint` into a model that was built on meta and is sharded by now.
 
@@ -96,7 +111,7 @@ def load_weights(model: torch.nn.Module, spec: PolicySpec, hf_config: Mapping[st
     assert spec.checkpoint is not None
     checkpoint, profile = Path(spec.checkpoint), get_profile(spec.profile)
     check = ExportCheck(profile) if check_scale_kind(checkpoint, hf_config, profile) else None
-    materialize(model, torch.device("cpu"))
+    materialize(model, weights_device(spec))
     report = load_into(model, checkpoint, config_overrides=spec.config_overrides, on_stored=check)
     log.info("read %d tensors, %.2f GiB in %.1f s", report.tensors, report.bytes / 2**30, report.seconds)
     if check is not None and check.changed:
@@ -105,6 +120,26 @@ def load_weights(model: torch.nn.Module, spec: PolicySpec, hf_config: Mapping[st
             f"{checkpoint}: {len(check.changed)} tensors would change on the way to the rollout, most of all "
             f"{name!r} (relative error {error:.2g}); its scales lie too far apart for profile {profile.name}"
         )
+
+
+def check_sizes(hf_config: Mapping[str, Any], spec: PolicySpec) -> None:
+    """Refuse parallel sizes that do not fit the model or the process group, before any weight is read.
+
+    Raises:
+        UserError: expert-parallel ranks that do not divide the experts, a process group of another size, or a GPU that
+            is not there.
+    """
+    experts, ranks = int(hf_config["n_routed_experts"]), spec.sizes.ep
+    if experts % ranks:
+        raise UserError(
+            f"the model has {experts} routed experts, which policy.dtensor_cfg.expert_parallel_size = {ranks} does not "
+            "divide; choose a divisor"
+        )
+    started = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if started != spec.sizes.world:
+        raise UserError(f"the settings are for {spec.sizes.world} training processes, but {started} were started")
+    if spec.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("a policy rank was asked to train on a GPU, but torch.cuda.is_available() is false here")
 
 
 def local_world_size() -> int:
@@ -120,13 +155,14 @@ def build_worker(spec: PolicySpec) -> PolicyWorker:
         hf_config = {**(spec.hf_config or {}), **spec.config_overrides}
     else:
         hf_config = read_config(Path(spec.checkpoint), spec.config_overrides)
+    check_sizes(hf_config, spec)
     model = build_model(
         automodel_config(hf_config),
         backend=spec.backend,
         dtype=resolve_dtype(spec.precision),
         routing_weight_after_down=bool(spec.fake_quant.get("experts")),
         seed=spec.seed,
-        device=None if spec.checkpoint is None else torch.device("meta"),
+        device=weights_device(spec) if spec.checkpoint is None else torch.device("meta"),
     )
     load = None if spec.checkpoint is None else partial(load_weights, spec=spec, hf_config=hf_config)
     return PolicyWorker(
@@ -144,4 +180,8 @@ def build_worker(spec: PolicySpec) -> PolicyWorker:
         keep_reference=spec.keep_reference,
         logprob_chunk_size=spec.logprob_chunk_size,
         router=spec.router,
+        packing=spec.packing,
+        compute_dtype=resolve_dtype(spec.precision),
+        cpu_offload=spec.cpu_offload,
+        offload_optimizer_for_logprob=spec.offload_optimizer_for_logprob,
     )

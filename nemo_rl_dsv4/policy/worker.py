@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from nemo_rl_dsv4.model.qat import InstallReport, install_fake_quant, invalidate
 from nemo_rl_dsv4.model.router_replay import RouterReplayer
 from nemo_rl_dsv4.model.token_logprobs import install_scoring_head, scoring
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
-from nemo_rl_dsv4.policy.layout import DOCUMENT_MULTIPLE, TokenLayout, plain_layout
+from nemo_rl_dsv4.policy.layout import DOCUMENT_MULTIPLE, TokenLayout, packed_layout, plain_layout
 from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
-from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler
+from nemo_rl_dsv4.policy.optim import OptimizerOffload, build_optimizer, build_scheduler
+from nemo_rl_dsv4.policy.packing import Packing, pack_rows
 from nemo_rl_dsv4.policy.parallel import Meshes, average_gradients, parallelize
 from nemo_rl_dsv4.policy.training_state import TrainingStateWriter, load_training_state
 from nemo_rl_dsv4.routes import MISSING_EXPERT, ROUTED_EXPERTS, RouterMode, as_signed
@@ -50,6 +52,11 @@ class PolicyWorker:
         logprob_chunk_size: positions whose logits over the vocabulary exist at once, in scoring and in training; None
             for all of a micro-batch.
         router: what to do with the experts that the rollout recorded (`routed_experts` of a batch).
+        packing: put several rows into one sequence; micro-batches then follow its token limits instead of
+            `micro_batch_size` and `logprob_batch_size`. None keeps one row a sequence.
+        compute_dtype: dtype that sharded weights have in a product.
+        cpu_offload: keep sharded weights, gradients and optimizer state in host memory.
+        offload_optimizer_for_logprob: keep the optimizer state in host memory from a scoring pass to the next update.
     """
 
     def __init__(
@@ -69,21 +76,38 @@ class PolicyWorker:
         logprob_chunk_size: int | None = None,
         router: RouterMode = RouterMode.OWN,
         load: Callable[[torch.nn.Module], None] | None = None,
+        packing: Packing | None = None,
+        compute_dtype: torch.dtype = torch.float32,
+        cpu_offload: bool = False,
+        offload_optimizer_for_logprob: bool = False,
     ) -> None:
-        self.meshes = meshes
+        self.meshes, self.packing = meshes, packing
         self.rounding: InstallReport | None = None
         if any(fake_quant.values()):
             self.rounding = install_fake_quant(model, profile, fake_quant)
         self.head = install_scoring_head(model, chunk_size=logprob_chunk_size)
         self.router = None if router is RouterMode.OWN else RouterReplayer(model, replay=router is RouterMode.REPLAY)
-        self.model = parallelize(model, meshes, activation_checkpointing=activation_checkpointing)
+        self.model = parallelize(
+            model,
+            meshes,
+            activation_checkpointing=activation_checkpointing,
+            compute_dtype=compute_dtype,
+            cpu_offload=cpu_offload,
+        )
         if load is not None:
             load(self.model)
+        self.device = _local(next(self.model.parameters())).device
+        if cpu_offload:
+            # FSDP brings weights to the GPU for their use, but not buffers.
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            for buffer in self.model.buffers():
+                buffer.data = buffer.data.to(self.device)
         self.micro_batch_size, self.logprob_batch_size = micro_batch_size, logprob_batch_size
         self.max_grad_norm = max_grad_norm
         self.optimizer = build_optimizer(self.model.parameters(), optimizer["name"], optimizer["kwargs"])
         self.scheduler = build_scheduler(self.optimizer, scheduler)
         self.state_writer = TrainingStateWriter()
+        self.offload = OptimizerOffload(self.optimizer) if offload_optimizer_for_logprob else None
         self.reference = [_local(p).detach().clone() for p in self.model.parameters()] if keep_reference else None
         self.model.train()
 
@@ -97,7 +121,7 @@ class PolicyWorker:
             data: `input_ids` [B, S] and `input_lengths` [B]; with router replay, `routed_experts` [B, S, L, K] too.
 
         Returns:
-            `logprobs`, float32 [B, S]; position 0 and padding are 0.
+            `logprobs`, float32 [B, S] on the CPU; position 0 and padding are 0.
         """
         names = ["input_ids", "input_lengths"]
         if self.router is not None and self.router.replay:
@@ -108,12 +132,13 @@ class PolicyWorker:
     def _logprobs(self, needed: Batch) -> torch.Tensor:
         ids = needed["input_ids"]
         out = torch.zeros(ids.shape, dtype=torch.float32)
+        if self.offload is not None:
+            self.offload.to_host()
         self.model.eval()
-        for part in self._micro_batches(needed, self.logprob_batch_size):
-            logprobs = self._row_logprobs(part.data)
+        for part in self._micro_batches(needed, training=False):
+            logprobs = self._row_logprobs(part.data).cpu()
             width = min(part.length, ids.shape[1])
-            positions = torch.arange(1, width)
-            valid = positions < part.data["input_lengths"].unsqueeze(1)
+            valid = torch.arange(1, width) < needed["input_lengths"][part.rows].unsqueeze(1)
             out[part.rows, 1:width] = torch.where(valid, logprobs[:, : width - 1], 0.0)
         self.model.train()
         return out
@@ -146,19 +171,27 @@ class PolicyWorker:
                     p.copy_(value)
                 invalidate_rounded_weights(self.model)
 
-    def _micro_batches(self, data: Batch, size: int) -> Iterator[MicroBatch]:
-        groups = length_groups(check_lengths(data), size)
+    def _micro_batches(self, data: Batch, *, training: bool) -> Iterator[MicroBatch]:
+        """Micro-batches on this rank's device; as many of them on every rank."""
+        lengths_B = check_lengths(data)
+        if self.packing is not None:
+            tokens = self.packing.train_tokens if training else self.packing.logprob_tokens
+            groups = pack_rows(lengths_B, tokens, self.packing.algorithm)
+        else:
+            groups = length_groups(lengths_B, self.micro_batch_size if training else self.logprob_batch_size)
         if self.meshes.sizes.world > 1:
-            count = torch.tensor(len(groups))
+            count = torch.tensor(len(groups), device=self.device)
             dist.all_reduce(count, op=dist.ReduceOp.MAX)
             groups = split_into(groups, int(count))
         cp = self.meshes.sizes.cp
-        return cut_rows(data, groups, multiple=DOCUMENT_MULTIPLE * cp if cp > 1 else 1)
+        multiple = DOCUMENT_MULTIPLE * cp if cp > 1 and self.packing is None else 1
+        for part in cut_rows(data, groups, multiple=multiple):
+            yield replace(part, data={name: value.to(self.device) for name, value in part.data.items()})
 
     def _row_logprobs(self, data: Batch) -> torch.Tensor:
         """Log-probability of token i + 1 at position i, float32 [b, S - 1], with gradient; 0 behind a row's end."""
         ids_bS, lengths_b = data["input_ids"], data["input_lengths"]
-        layout = plain_layout(ids_bS, lengths_b, self.meshes)
+        layout = (plain_layout if self.packing is None else packed_layout)(ids_bS, lengths_b, self.meshes)
         targets_nT = layout.place(torch.roll(ids_bS, -1, dims=1))
         with scoring(self.model, targets_nT), self._routes(data, layout):
             logprobs_nT = self.model(**layout.model_inputs(ids_bS)).logits
@@ -202,7 +235,7 @@ class PolicyWorker:
         self.optimizer.zero_grad(set_to_none=True)
         lr = self.optimizer.param_groups[0]["lr"]
         losses, metrics = [], []
-        for part in self._micro_batches(data, self.micro_batch_size):
+        for part in self._micro_batches(data, training=True):
             logprobs = self._row_logprobs(part.data)
             loss, part_metrics = loss_fn(
                 logprobs, part.data, global_valid_seqs=global_valid_seqs, global_valid_tokens=global_valid_tokens
@@ -218,6 +251,8 @@ class PolicyWorker:
         if not torch.isfinite(torch.tensor(grad_norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"gradient norm is {grad_norm}; the step was not taken and weights are unchanged")
+        if self.offload is not None:
+            self.offload.to_device()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
@@ -257,6 +292,8 @@ class PolicyWorker:
 
     def start_checkpoint(self, folder: str) -> None:
         """Copy the state and begin to write it; `state_writer` tells when it is done. Collective."""
+        if self.offload is not None:
+            self.offload.to_device()
         self.state_writer.start(self.model, self.optimizer, self.scheduler, folder)
 
     def load_checkpoint(self, folder: str) -> None:
@@ -265,6 +302,8 @@ class PolicyWorker:
         Raises:
             UserError: the folder is missing, damaged, or of another model.
         """
+        if self.offload is not None:
+            self.offload.to_device()
         load_training_state(self.model, self.optimizer, self.scheduler, folder)
         invalidate_rounded_weights(self.model)
 

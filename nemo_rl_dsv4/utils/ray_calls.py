@@ -18,6 +18,13 @@ CPU_WORKER_OPTIONS: dict[str, Any] = {
 }
 """Actor options of CPU workers: contended OpenMP threads are ten times slower than one thread a process."""
 
+GPU_WORKER_OPTIONS: dict[str, Any] = {
+    "num_cpus": 1,
+    "num_gpus": 1,
+    "runtime_env": {"env_vars": {"TOKENIZERS_PARALLELISM": "false"}},
+}
+"""Actor options of a worker that owns one GPU."""
+
 
 def get(refs: Sequence[Any]) -> list[Any]:
     """`ray.get` that raises a worker's `UserError` as itself."""

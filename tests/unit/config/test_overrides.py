@@ -19,8 +19,8 @@ def unchanged():
     ("override", "read", "wanted"),
     [
         ("grpo.seed=7", lambda c: c.grpo.seed, 7),
-        ("policy.optimizer.kwargs.lr=3e-5", lambda c: c.policy.optimizer.kwargs.lr, 3e-5),
-        ("policy.optimizer.kwargs.betas=[0.8,0.9]", lambda c: c.policy.optimizer.kwargs.betas, [0.8, 0.9]),
+        ("policy.optimizer.kwargs.lr=3e-5", lambda c: c.policy.optimizer.kwargs["lr"], 3e-5),
+        ("policy.optimizer.kwargs.betas=[0.8,0.9]", lambda c: c.policy.optimizer.kwargs["betas"], [0.8, 0.9]),
         ("policy.scheduler=null", lambda c: c.policy.scheduler, None),
         ("policy.dtensor_cfg._v2=false", lambda c: c.policy.dtensor_cfg.v2, False),
         ("policy.dsv4.tiny.warm_start={steps:3}", lambda c: c.policy.dsv4.tiny.warm_start.steps, 3),

@@ -64,7 +64,7 @@ def test_the_reference_recipe_states_the_reference_settings():
     chosen = (backend.attn, backend.linear, backend.rms_norm, backend.experts, backend.dispatcher)
     assert chosen == ("tilelang", "torch", "torch_fp32", "torch_mm", "deepep")
     adam = policy.optimizer.kwargs
-    assert (adam.lr, adam.weight_decay, adam.betas) == (1e-6, 0.1, [0.9, 0.95])
+    assert (adam["lr"], adam["weight_decay"], adam["betas"]) == (1e-6, 0.1, [0.9, 0.95])
     assert grpo.use_dynamic_sampling and grpo.batch_multiplier == 4 and not grpo.normalize_rewards
     assert (grpo.reward_scaling.target_min, grpo.reward_scaling.target_max) == (-1.0, 1.0)
     assert grpo.reward_shaping.enabled and grpo.reward_shaping.overlong_buffer_length == 1024

@@ -10,6 +10,7 @@ from nemo_rl_dsv4.errors import UserError
 
 PROCESSES = "policy.dsv4.cpu_processes"
 CP, EP = "policy.dtensor_cfg.context_parallel_size", "policy.dtensor_cfg.expert_parallel_size"
+PACKING = "policy.sequence_packing"
 GPU = ["cluster.gpus_per_node=8", "policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_model_len=256"]
 
 REFUSED = {
@@ -36,6 +37,21 @@ REFUSED = {
     "ep does not divide the experts": (
         [f"{PROCESSES}=3", f"{EP}=3", "policy.train_global_batch_size=32"],
         f"routed experts is 8, which {EP} = 3 does not divide",
+    ),
+    "a misspelt argument of AdamW": (
+        ["+policy.optimizer.kwargs.weight_decoy=0.1"],
+        "unknown key policy.optimizer.kwargs.weight_decoy; did you mean weight_decay",
+    ),
+    "one beta": (["policy.optimizer.kwargs.betas=[0.9]"], "kwargs.betas is .0.9.: list should have at least 2 items"),
+    "no learning rate": (["policy.optimizer.kwargs.lr=0"], "kwargs.lr is 0; wanted a number above 0"),
+    "an optimizer that is no path": (["policy.optimizer.name=AdamW"], "name is 'AdamW'; wanted a class path"),
+    "packing into less than a row": (
+        [f"{PACKING}.enabled=true", f"{PACKING}.train_mb_tokens=100"],
+        f"{PACKING}.train_mb_tokens is 100, but a row of .* takes 256; raise it",
+    ),
+    "packed rows padded to another multiple": (
+        [f"{PACKING}.enabled=true", f"{PACKING}.sequence_length_round=96"],
+        "sequence_length_round is 96; .* give a divisor",
     ),
     "no tensor parallelism": ([f"{PROCESSES}=2", "policy.dtensor_cfg.tensor_parallel_size=2"], "wanted 1"),
     "replicas do not divide": ([f"{PROCESSES}=2", "policy.dtensor_cfg.dp_replicate_size=3"], "dp_replicate_size = 3"),
@@ -197,6 +213,8 @@ def test_a_combination_that_cannot_work_is_refused(recipe, case, monkeypatch):
         ["checkpointing.enabled=false"],
         ["policy.dsv4.router_replay=true"],
         [*GPU, "policy.dsv4.router_replay=true"],  # the base recipe lets vLLM's capture follow this key
+        [f"{PACKING}.enabled=true", f"{PACKING}.train_mb_tokens=256"],
+        ["policy.optimizer.name=torch.optim.SGD", "+policy.optimizer.kwargs.momentum=0.9"],
     ],
     ids=lambda overrides: " ".join(overrides) or "as it is",
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler
+from nemo_rl_dsv4.policy.optim import OptimizerOffload, build_optimizer, build_scheduler
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 
 ADAMW = "torch.optim.AdamW"
@@ -73,3 +73,35 @@ def test_parallel_sizes_must_divide(sizes, message):
 
 def test_data_parallel_size_is_what_context_parallelism_leaves():
     assert ParallelSizes(8, cp=4, ep=8).dp == 2
+
+
+def test_an_optimizer_of_another_package_takes_its_own_arguments(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere.py").write_text(
+        "import torch\n"
+        "class Sign(torch.optim.SGD):\n"
+        "    def __init__(self, params, lr, *, bounds): super().__init__(params, lr); self.bounds = bounds\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    optimizer = build_optimizer([torch.nn.Parameter(torch.ones(2))], "elsewhere.Sign", {"lr": 0.5, "bounds": [0, 1]})
+    assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.bounds == (0, 1)
+    with pytest.raises(UserError, match="policy.optimizer.kwargs do not fit elsewhere.Sign: .*'betas'"):
+        build_optimizer([torch.nn.Parameter(torch.ones(2))], "elsewhere.Sign", {"lr": 0.5, "betas": [0.9]})
+
+
+def test_a_class_of_another_kind_is_refused():
+    with pytest.raises(UserError, match="policy.optimizer.name is 'torch.nn.Linear', which is no torch.optim"):
+        build_optimizer([], "torch.nn.Linear", {})
+    with pytest.raises(UserError, match="policy.scheduler.name is 'torch.optim.AdamW', which is no torch.optim"):
+        build_scheduler(make(), [{"name": "torch.optim.AdamW"}])
+
+
+def test_state_in_host_memory_is_left_where_it_is():
+    optimizer = make()
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    before = dict(next(iter(optimizer.state.values())))
+    offload = OptimizerOffload(optimizer)
+    assert offload.to_host() == 0
+    offload.to_device()
+    after = next(iter(optimizer.state.values()))
+    assert all(after[key] is value for key, value in before.items())

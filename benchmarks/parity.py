@@ -1,0 +1,312 @@
+"""Several training processes against one, on gloo and CPUs: relative errors of everything that a training step makes.
+
+    python benchmarks/parity.py                                   # all sizes
+    python benchmarks/parity.py --sizes dp2ep2 cp4ep4 --json
+
+One process and each layout read the same checkpoint (a whole tiny DeepSeek-V4 with random weights), score the same
+ragged rows, train on them once, and export. Columns: largest absolute difference of log-probabilities; relative
+difference of loss and gradient norm; largest and median over parameters of |g - g1| / |g1|; the same of the optimizer's
+update (SGD: AdamW's first step is the sign of a gradient, whatever its size); differing bytes of the exported FP8
+checkpoint before training.
+
+Variants: `plain` (one row a sequence), `packed`, and `qat` (rounding on, rollout profile vllm-hopper). With rounding a
+last-bit difference can move a value to the next FP8 code, so its rows are bounded by the formats, not by float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+
+from nemo_rl_dsv4.grpo.loss import ClippedPGLoss
+from nemo_rl_dsv4.grpo.settings import LossSettings
+from nemo_rl_dsv4.model.build import CPU_BACKEND
+from nemo_rl_dsv4.model.checkpoint_format import automodel_config
+from nemo_rl_dsv4.model.qat import SWITCHES
+from nemo_rl_dsv4.policy.packing import Packing
+from nemo_rl_dsv4.policy.parallel import ParallelSizes
+from nemo_rl_dsv4.policy.spec import PolicySpec, build_worker
+from nemo_rl_dsv4.refit.export import export_weights
+
+SIZES = ("replicated2", "dp2", "dp2ep2", "cp2ep2", "dp2cp2ep4", "cp4ep4")
+VARIANTS = ("plain", "packed", "qat")
+ROWS, VOCAB = 8, 160
+CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "moe_intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 80,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 64,
+    "o_lora_rank": 64,
+    "o_groups": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_hash_layers": 1,
+    "compress_ratios": [0, 4, 128, 4],
+    "sliding_window": 32,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": 256,
+    "hc_mult": 4,
+    "hc_eps": 1e-6,
+    "hc_sinkhorn_iters": 20,
+    "num_nextn_predict_layers": 0,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "swiglu_limit": 10.0,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def parse_sizes(name: str) -> ParallelSizes:
+    """`dp2cp2ep4` -> dp 2 x cp 2 with 4 expert-parallel ranks; `replicated2`."""
+    if name.startswith("replicated"):
+        world = int(name.removeprefix("replicated"))
+        return ParallelSizes(world, replicate=world)
+    axes = {axis: int(size) for axis, size in re.findall(r"(dp|cp|ep)(\d+)", name)}
+    return ParallelSizes(axes.get("dp", 1) * axes.get("cp", 1), cp=axes.get("cp", 1), ep=axes.get("ep", 1))
+
+
+def spec(sizes: ParallelSizes, variant: str) -> PolicySpec:
+    """Settings of a rank. The chunked head is on in every layout and off in one process."""
+    return PolicySpec(
+        checkpoint=None,
+        hf_config=CONFIG,
+        sizes=sizes,
+        profile="vllm-hopper",
+        fake_quant=dict.fromkeys(SWITCHES, variant == "qat"),
+        precision="float32",
+        backend=CPU_BACKEND,
+        micro_batch_size=4,
+        logprob_batch_size=4,
+        optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 1e-2}},
+        max_grad_norm=1.0,
+        logprob_chunk_size=None if sizes.world == 1 else 48,
+        packing=Packing(512, 512) if variant == "packed" and sizes.world > 1 else None,
+    )
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Ragged rows; the long ones form entries of both compression ratios."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([200, 30, 28, 140, 135, 29, 31, 260])
+    width = int(lengths.max())
+    inside = torch.arange(width) < lengths.unsqueeze(1)
+    return {
+        "input_ids": torch.where(inside, torch.randint(3, VOCAB, (ROWS, width), generator=generator), 1),
+        "input_lengths": lengths,
+        "token_mask": (inside & (torch.arange(width) >= 20)).float(),
+        "sample_mask": torch.ones(ROWS),
+        "advantages": torch.randn(ROWS, 1, generator=generator).expand(ROWS, width).contiguous(),
+    }
+
+
+def random_weights(shapes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same weights in every process: activations near one, every kind of parameter away from its initial value."""
+    weights = {}
+    for index, (name, like) in enumerate(sorted(shapes.items())):
+        generator = torch.Generator().manual_seed(index)
+        if not like.is_floating_point():
+            weights[name] = torch.randint(0, CONFIG["n_routed_experts"], like.shape, generator=generator)
+        elif "norm" in name or name.endswith("scale"):
+            weights[name] = 1.0 + 0.1 * torch.randn(like.shape, generator=generator)
+        else:
+            weights[name] = torch.randn(like.shape, generator=generator) * like.shape[-1] ** -0.5
+    return weights
+
+
+def run_rank(rank: int, world: int, folder: str, jobs: list[tuple[str, str]]) -> None:
+    """One rank: every job in turn; rank 0 writes what it found into `folder`."""
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
+    for name, variant in jobs:
+        found = step(parse_sizes(name), variant, rank)
+        if rank == 0:
+            torch.save(found, Path(folder) / f"{name}-{variant}.pt")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def step(sizes: ParallelSizes, variant: str, rank: int) -> dict[str, Any]:
+    """Score, train once and export on this rank."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        worker = build_seeded(sizes, variant)
+    exported = dict(export_weights(worker.full_state_dict(), "vllm-hopper", unquantized=torch.float32))
+    before = worker.full_state_dict()
+    share = ROWS // sizes.dp
+    data_rank = rank // sizes.cp
+    data = {key: value[data_rank * share : (data_rank + 1) * share] for key, value in batch().items()}
+    data["generation_logprobs"] = data["prev_logprobs"] = worker.get_logprobs(data)["logprobs"]
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter_name, parameter in worker.model.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                gradients[parameter_name] = whole.clone()
+
+    worker.optimizer.register_step_pre_hook(keep_gradients)
+    tokens = batch()["token_mask"][:, 1:].sum().item()
+    loss_fn = ClippedPGLoss(LossSettings(reference_policy_kl_penalty=0.0))
+    out = worker.train(data, loss_fn, global_valid_seqs=ROWS, global_valid_tokens=tokens)
+    after = worker.full_state_dict()
+    return {
+        "logprobs": gather_rows(data["prev_logprobs"], sizes),
+        "loss": float(sum_over_data_ranks(out["loss"], sizes)),
+        "grad_norm": out["grad_norm"],
+        "gradients": gradients,
+        "updates": {key: after[key] - before[key] for key in after if after[key].is_floating_point()},
+        "exported": {key: value.view(torch.uint8).clone() for key, value in exported.items() if value.numel()},
+    }
+
+
+def build_seeded(sizes: ParallelSizes, variant: str):
+    """A worker whose weights are `random_weights`, whatever the layout.
+
+    They are written as a float32 state before sharding, by the seed of each name.
+    """
+    from nemo_rl_dsv4.model.build import build_model
+    from nemo_rl_dsv4.policy import spec as spec_module
+
+    def build_with_weights(*args: Any, **kwargs: Any):
+        model = build_model(*args, **kwargs)
+        model.load_state_dict(random_weights(dict(model.state_dict())))
+        return model
+
+    original, spec_module.build_model = spec_module.build_model, build_with_weights
+    try:
+        return build_worker(spec(sizes, variant))
+    finally:
+        spec_module.build_model = original
+
+
+def gather_rows(rows: torch.Tensor, sizes: ParallelSizes) -> torch.Tensor:
+    """Rows of all data-parallel ranks in order."""
+    if sizes.world == 1:
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(sizes.world)]
+    dist.all_gather(parts, rows.contiguous())
+    return torch.cat(parts[:: sizes.cp])
+
+
+def sum_over_data_ranks(value: float, sizes: ParallelSizes) -> float:
+    """Sum of one value a data-parallel rank."""
+    if sizes.world == 1:
+        return value
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / sizes.cp
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """|found - wanted| / |wanted|; 0 where both are 0."""
+    difference, size = float((found - wanted).norm()), float(wanted.norm())
+    return difference / size if size else float(difference != 0)
+
+
+def compare(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
+    """Errors of one layout against one process."""
+    gradients = [relative(found["gradients"][name], value) for name, value in wanted["gradients"].items()]
+    updates = [relative(found["updates"][name], value) for name, value in wanted["updates"].items()]
+    if found["gradients"].keys() != wanted["gradients"].keys():
+        raise RuntimeError(f"other gradients: {found['gradients'].keys() ^ wanted['gradients'].keys()}")
+    if found["exported"].keys() != wanted["exported"].keys():
+        raise RuntimeError(f"other tensors exported: {found['exported'].keys() ^ wanted['exported'].keys()}")
+    differing = sum(int((found["exported"][name] != value).sum()) for name, value in wanted["exported"].items())
+    return {
+        "logprobs_max": float((found["logprobs"] - wanted["logprobs"]).abs().max()),
+        "loss": abs(found["loss"] - wanted["loss"]) / abs(wanted["loss"]),
+        "grad_norm": abs(found["grad_norm"] - wanted["grad_norm"]) / wanted["grad_norm"],
+        "gradient_max": max(gradients),
+        "gradient_median": statistics.median(gradients),
+        "update_max": max(updates),
+        "export_bytes_differing": differing,
+        "export_bytes": sum(value.numel() for value in wanted["exported"].values()),
+    }
+
+
+def run(sizes: list[str], variants: list[str]):
+    """Yield (size, variant, errors). All worlds are forked from one server that has imported the libraries."""
+    automodel_config(CONFIG)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__ if __name__ != "__main__" else "nemo_rl_dsv4.policy.spec"])
+    with tempfile.TemporaryDirectory() as folder:
+        worlds: dict[int, list[tuple[str, str]]] = {
+            1: [("one", variant) for variant in variants if variant != "packed"]
+        }
+        worlds[1] += [("one", "plain")] if "plain" not in variants and "packed" in variants else []
+        for name in sizes:
+            worlds.setdefault(parse_sizes(name).world, []).extend((name, variant) for variant in variants)
+        for world, jobs in sorted(worlds.items()):
+            mp.start_processes(run_rank, args=(world, folder, jobs), nprocs=world, start_method="forkserver")
+            if world == 1:
+                continue
+            for name, variant in jobs:
+                reference = "qat" if variant == "qat" else "plain"
+                wanted = torch.load(Path(folder) / f"one-{reference}.pt")
+                found = torch.load(Path(folder) / f"{name}-{variant}.pt")
+                yield name, variant, compare(found, wanted)
+
+
+def main() -> None:
+    """Print the table, or one JSON object a line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), help=f"layouts, such as {' '.join(SIZES)}")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if not args.json:
+        print("| layout | variant | logprobs | loss | grad norm | gradient max / median | update max | export bytes |")
+        print("|---|---|---|---|---|---|---|---|")
+    for name, variant, errors in run(args.sizes, args.variants):
+        if args.json:
+            print(json.dumps({"sizes": name, "variant": variant, **errors}), flush=True)
+            continue
+        cells = [f"{errors[key]:.1e}" for key in ("logprobs_max", "loss", "grad_norm")]
+        cells.append(f"{errors['gradient_max']:.1e} / {errors['gradient_median']:.1e}")
+        cells.append(f"{errors['update_max']:.1e}")
+        cells.append(f"{errors['export_bytes_differing']} of {errors['export_bytes']}")
+        print(f"| {' | '.join([name, variant, *cells])} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
