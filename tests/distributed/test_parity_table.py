@@ -1,4 +1,4 @@
-"""Four processes compute what one does: the parity benchmark's layouts of context and expert parallelism, packed too."""
+"""Four processes compute what one does: layouts of context and expert parallelism, packed rows too."""
 
 from __future__ import annotations
 
