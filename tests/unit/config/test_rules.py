@@ -153,7 +153,10 @@ REFUSED = {
         ["policy.scheduler=[{name:torch.optim.lr_scheduler.ConstantLR},{milestones:[5]}]"],
         "wanted 0",
     ),
-    "no torch schedule": (["policy.scheduler=[{name:my.Schedule}]"], "wanted a class of torch.optim.lr_scheduler"),
+    "a schedule that is no path": (
+        ["policy.scheduler=[{name:LinearLR}]"],
+        "policy.scheduler.0.name is 'LinearLR'; wanted a class path",
+    ),
     "a part that is both": (["policy.scheduler=[{kwargs:{}}]"], "either a name"),
     "tracker that is not installed": (["logger.wandb_enabled=true"], "wandb is not installed"),
 }
