@@ -169,8 +169,9 @@ def step(sizes: ParallelSizes, variant: str, rank: int) -> dict[str, Any]:
     """Score, train once and export on this rank."""
     with contextlib.redirect_stdout(io.StringIO()):
         worker = build_seeded(sizes, variant)
-    exported = dict(export_weights(worker.full_state_dict(), "vllm-hopper", unquantized=torch.float32))
-    before = worker.full_state_dict()
+    # Copies: where a rank holds the whole model, the state dict is the live parameters.
+    before = {key: value.clone() for key, value in worker.full_state_dict().items()}
+    exported = dict(export_weights(before, "vllm-hopper", unquantized=torch.float32))
     share = ROWS // sizes.dp
     data_rank = rank // sizes.cp
     data = {key: value[data_rank * share : (data_rank + 1) * share] for key, value in batch().items()}
