@@ -72,17 +72,20 @@ class PolicyActor:
 
     def export(self, profile: str) -> Shipment | None:
         """Quantize on the ranks that hold the weights; rank 0 returns all of them with their checksum."""
+        from nemo_rl_dsv4.model.quantized_weights import refresh_quantized, stored_codes
         from nemo_rl_dsv4.refit.export import export_weights
         from nemo_rl_dsv4.refit.report import StreamTally
         from nemo_rl_dsv4.refit.wire import Shipment, to_wire
 
         if self.rank != 0 and self.spec.sizes.replicated:
             return None
+        refresh_quantized(self.worker.model)
         stream = export_weights(
             self.worker.model.state_dict(),
             profile,
             unquantized=torch.bfloat16 if self.spec.precision == "bfloat16" else torch.float32,
             source_scales=self.source_scales,
+            stored=stored_codes(self.worker.model),
         )
         if self.rank != 0:
             for _ in stream:  # takes part in every gather

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,8 @@ import torch
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.official_names import tensor_kind
 from nemo_rl_dsv4.model.stored_weight import require_finite, require_table, scale_grid, scale_name
+from nemo_rl_dsv4.model.quantized_weights import StoredCodes
+from nemo_rl_dsv4.model.weight_rounding import checkpoint_spec
 from nemo_rl_dsv4.numerics import QuantSpec, RolloutProfile, quantize, scale_to_e8m0_bytes
 from nemo_rl_dsv4.numerics.formats import format_of
 from nemo_rl_dsv4.refit.source_scales import keep_source_scale
@@ -34,12 +36,14 @@ class Encoder:
         unquantized: dtype of what a release stores in BF16, and of weights the profile does not quantize.
         scale_dtype: float32, uint8 or float8_e8m0fnu.
         source_scales: scales of the checkpoint that the weights came from, by official weight name.
+        stored: codes and scales that training already has, by official weight name.
     """
 
     profile: RolloutProfile
     unquantized: torch.dtype = torch.bfloat16
     scale_dtype: torch.dtype = torch.float32
     source_scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    stored: Mapping[str, StoredCodes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.scale_dtype not in SCALE_DTYPES:
@@ -53,7 +57,7 @@ class Encoder:
         """
         kind = tensor_kind(name)
         spec = None if kind in ("bf16", "fp32", "integer") else self.profile.site(kind)
-        return _checkpoint_spec(spec, self.profile.name)
+        return None if spec is None else checkpoint_spec(spec, self.profile.name)
 
     def encode(self, name: str, value: torch.Tensor, part: tuple[slice, slice] | None = None) -> Encoded:
         """Encode a tensor, or a part of it that cuts no block.
@@ -70,6 +74,8 @@ class Encoder:
         if spec is None:
             dtype = {"integer": torch.int64, "fp32": torch.float32}.get(kind, self.unquantized)
             return Encoded(value.to(dtype).contiguous(), None)
+        if name in self.stored:
+            return self._of_training(name, spec, part)
         # FP4 has no NaN code and refuses such values; a NaN scale carries the news instead.
         damaged = spec.fmt == "e2m1" and not bool(value.isfinite().all())
         quantized = quantize(value.nan_to_num() if damaged else value, spec, name=name)
@@ -78,6 +84,20 @@ class Encoder:
             quantized = keep_source_scale(quantized, value, source if part is None else source[part])
         data = quantized.data.view(torch.int8) if spec.fmt == "e2m1" else quantized.data
         return Encoded(data, quantized.scale.fill_(torch.nan) if damaged else quantized.scale)
+
+    def _of_training(self, name: str, spec: QuantSpec, part: tuple[slice, slice] | None) -> Encoded:
+        data, scale, found = self.stored[name]
+        if found != spec:
+            raise UserError(
+                f"{name}: training quantized it as {found}; profile {self.profile.name} wants {spec}; "
+                "export with the profile of the training run"
+            )
+        if part is not None:
+            blocks = zip(part, spec.block, scale.shape, strict=True)
+            data = data[tuple(_elements(blocks_of_dim, block, count) for blocks_of_dim, block, count in blocks)]
+            scale = scale[part]
+        # Flattened for strides that a byte view takes: a dim of size 1 may keep any stride otherwise.
+        return Encoded(*(tensor.contiguous().flatten().view(tensor.shape) for tensor in (data, scale.clone())))
 
     def empty(self, name: str, shape: torch.Size, device: torch.device) -> Encoded:
         """Uninitialized tensors of the shapes and dtypes that `encode` gives for a value [out, in] of `shape`."""
@@ -120,10 +140,7 @@ class Encoder:
         yield scale_name(name), scale
 
 
-def _checkpoint_spec(spec: QuantSpec | None, profile: str) -> QuantSpec | None:
-    """Replace e4m3fnuz by the e4m3fn a checkpoint holds: codes read as fnuz are half, so max 224 gives equal values."""
-    if spec is None or spec.fmt != "e4m3fnuz":
-        return spec
-    if spec.fnuz_max != 224.0:
-        raise UserError(f"profile {profile}: weights with fnuz_max {spec.fnuz_max:g} have no e4m3fn twin; wanted 224")
-    return replace(spec, fmt="e4m3fn")
+def _elements(blocks: slice, size: int, count: int) -> slice:
+    """Slice of the elements of a slice of `count` blocks along a dim; the last may be short."""
+    start, stop, _ = blocks.indices(count)
+    return slice(start * size, None if stop == count else stop * size)

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL, Layout, Slot
+from nemo_rl_dsv4.model.quantized_weights import StoredCodes
 from nemo_rl_dsv4.numerics import RolloutProfile, get_profile
 from nemo_rl_dsv4.refit.encode import Encoder
 from nemo_rl_dsv4.refit.sharded import gather_expert, gather_matrix
@@ -27,6 +28,7 @@ def export_weights(
     scale_dtype: torch.dtype = torch.float32,
     layout: Layout = AUTOMODEL,
     source_scales: Mapping[str, torch.Tensor] | None = None,
+    stored: Mapping[str, StoredCodes] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (official name, tensor) for every weight, one at a time, in export order.
 
@@ -48,13 +50,16 @@ def export_weights(
         layout: whose names and stacks `state_dict` has.
         source_scales: scales of the checkpoint the weights came from (`SourceScales`). Blocks that training has not
             changed are then sent with the checkpoint's own bytes; without them, with its values.
+        stored: codes and scales that training already computes with, on the rank that holds them (`stored_codes`).
+            They are sent as they are and nothing is quantized again; they go before `source_scales`.
 
     Raises:
         UserError: a name that is not the layout's; a NaN or infinite element (tensor and index or block named); an
-            all-zero hash table; a `scale_dtype` that cannot hold the profile's scales; a sharding that cannot be read.
+            all-zero hash table; a `scale_dtype` that cannot hold the profile's scales; a sharding that cannot be read;
+            stored codes in another format than the profile's.
     """
     profile = get_profile(profile) if isinstance(profile, str) else profile
-    encoder = Encoder(profile, unquantized, scale_dtype, source_scales or {})
+    encoder = Encoder(profile, unquantized, scale_dtype, source_scales or {}, stored or {})
     for _, run in groupby(layout.split(state_dict), key=_expert_of):
         members = [(name, slot, state_dict[slot.key]) for name, slot in run]
         sharded = [isinstance(tensor, DTensor) for _, _, tensor in members]

@@ -4,6 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nemo_rl_dsv4.numerics.fused.group_bytes import covers, dequantize_groups, quantize_groups
 from nemo_rl_dsv4.numerics.fused.groups import fake_quant_groups
 from nemo_rl_dsv4.numerics.fused.kv import fake_quant_kv
 from nemo_rl_dsv4.numerics.fused.weights import dequantize_tiles, fake_quant_tiles, quantize_tiles
@@ -25,11 +26,15 @@ def fake_quant(x: Tensor, spec: QuantSpec) -> Tensor | None:
 
 def quantize(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor] | None:
     """FP8 data and scale grid of a GPU tensor [..., rows, cols] that is not empty, or None."""
+    if covers(x.shape, spec):
+        return quantize_groups(x, spec)
     return quantize_tiles(x, spec) if _tile_fits(spec) and spec.fmt != "e2m1" else None
 
 
 def dequantize(data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor | None:
     """Values of FP8 ``data`` on a GPU that is not empty, or None."""
+    if covers(data.shape, spec):
+        return dequantize_groups(data, scale, spec, dtype)
     return dequantize_tiles(data, scale, spec, dtype) if _tile_fits(spec) and spec.fmt != "e2m1" else None
 
 

@@ -22,6 +22,8 @@ class Shape:
 SHAPES: dict[str, Shape] = {
     "groups": Shape(1024, 4),
     "groups_float": Shape(1024, 2),
+    "groups_to_bytes": Shape(1024, 4),
+    "bytes_to_groups": Shape(4096, 4),
     "kv": Shape(1024, 4),
     "tiles": Shape(16384, 4, reload=True),
     "tiles_to_bytes": Shape(16384, 8, reload=True),
@@ -47,6 +49,8 @@ _SWIGLU = tuple(
 CANDIDATES: dict[str, tuple[Shape, ...]] = {
     "groups": _GROUPS,
     "groups_float": _GROUPS,
+    "groups_to_bytes": _GROUPS,
+    "bytes_to_groups": _GROUPS,
     "kv": _GROUPS,
     "tiles": (*_TILES, Shape(16384, 4, True)),
     "tiles_to_bytes": (*_TILES, Shape(16384, 4, True)),

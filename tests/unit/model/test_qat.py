@@ -10,7 +10,7 @@ from nemo_rl_dsv4.model.build import build_model
 from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL, automodel_config
 from nemo_rl_dsv4.model.official_names import tensor_kind
 from nemo_rl_dsv4.model.qat import SWITCHES, install_fake_quant, invalidate_rounded_weights
-from nemo_rl_dsv4.numerics import fake_quant, get_profile
+from nemo_rl_dsv4.numerics import fake_quant, get_profile, quantize
 
 ALL_ON = dict.fromkeys(SWITCHES, True)
 WEIGHTS_ONLY = {**dict.fromkeys(SWITCHES, False), "weights": True}
@@ -80,7 +80,7 @@ def test_weights_are_rounded_once_until_they_change(tiny_config, training_state,
     from nemo_rl_dsv4.model import weight_rounding
 
     calls = []
-    monkeypatch.setattr(weight_rounding, "fake_quant", lambda x, spec: calls.append(x.shape) or fake_quant(x, spec))
+    monkeypatch.setattr(weight_rounding, "quantize", lambda x, spec: calls.append(x.shape) or quantize(x, spec))
     ids = tokens(1, 40)
     logits(model, ids)
     first = len(calls)

@@ -196,3 +196,41 @@ def test_sharded_weights_are_gathered(training_state: State, one_rank_mesh: dist
     for (name, a), (other, b) in pairs:
         assert name == other
         assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def test_codes_of_training_are_sent_as_they_are(
+    tiny_config, training_state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward pass and refit once quantized each on its own: twice the work, and two chances to differ."""
+    from nemo_rl_dsv4.model import weight_rounding
+    from nemo_rl_dsv4.model.build import build_model
+    from nemo_rl_dsv4.model.checkpoint_format import automodel_config
+    from nemo_rl_dsv4.model.qat import SWITCHES, install_fake_quant
+    from nemo_rl_dsv4.model.quantized_weights import refresh_quantized, stored_codes
+    from nemo_rl_dsv4.refit import encode
+
+    model = build_model(automodel_config(tiny_config), routing_weight_after_down=True, seed=0)
+    model.load_state_dict(training_state)
+    install_fake_quant(model, HOPPER, dict.fromkeys(SWITCHES, True))
+    quantizations = []
+    for module in (weight_rounding, encode):
+        monkeypatch.setattr(
+            module, "quantize", lambda x, spec, **kw: quantizations.append(x.shape) or quantize(x, spec, **kw)
+        )
+    ids = torch.randint(3, 160, (1, 24), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        model(ids).logits.float().sum().backward()
+    once = len(quantizations)
+    assert once == 42 + 5 * 3
+    refresh_quantized(model)
+    stored, state = stored_codes(model), model.state_dict()
+    sent = list(export_weights(state, "vllm-hopper", stored=stored))
+    assert len(quantizations) == once
+    apart = list(export_weights(training_state, "vllm-hopper"))
+    assert len(quantizations) > once
+    assert [name for name, _ in sent] == [name for name, _ in apart]
+    for (name, found), (_, expected) in zip(sent, apart, strict=True):
+        assert found.dtype == expected.dtype and found.is_contiguous(), name
+        assert torch.equal(found.flatten().view(torch.uint8), expected.flatten().view(torch.uint8)), name
+    with pytest.raises(UserError, match="export with the profile of the training run"):
+        list(export_weights(state, replace(HOPPER, sites=get_profile("deepseek-reference").sites), stored=stored))
