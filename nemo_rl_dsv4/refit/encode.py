@@ -10,8 +10,8 @@ import torch
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.official_names import tensor_kind
-from nemo_rl_dsv4.model.stored_weight import require_finite, require_table, scale_grid, scale_name
 from nemo_rl_dsv4.model.quantized_weights import StoredCodes
+from nemo_rl_dsv4.model.stored_weight import require_finite, require_table, scale_grid, scale_name
 from nemo_rl_dsv4.model.weight_rounding import checkpoint_spec
 from nemo_rl_dsv4.numerics import QuantSpec, RolloutProfile, quantize, scale_to_e8m0_bytes
 from nemo_rl_dsv4.numerics.formats import format_of
