@@ -252,6 +252,7 @@ def policy_spec(config: MasterConfig, checkpoint: Path) -> PolicySpec:
         ),
         profile=profile_name(config),
         fake_quant=policy.dsv4.fake_quant.resolved(policy.dsv4.train_mode),
+        fp8=policy.dsv4.train_mode == "fp8",
         precision=policy.precision,
         backend=backend,
         micro_batch_size=policy.train_micro_batch_size,

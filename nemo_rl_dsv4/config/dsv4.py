@@ -18,7 +18,7 @@ ProfileName = Literal[
 
 
 class FakeQuant(Section):
-    """Which tensors the trainer rounds the way the rollout does. Null follows `train_mode`: on in `qat`, else off."""
+    """Which tensors the trainer rounds the way the rollout does. Null follows `train_mode`: off in `bf16`, else on."""
 
     weights: bool | None = None
     """Weights of quantized linear layers and of the experts."""
@@ -35,7 +35,7 @@ class FakeQuant(Section):
 
     def resolved(self, train_mode: TrainMode) -> dict[str, bool]:
         """Site group -> whether it is rounded in training, nulls replaced by what `train_mode` means."""
-        follow = train_mode == "qat"
+        follow = train_mode != "bf16"
         return {name: follow if value is None else value for name, value in self}
 
 
@@ -119,7 +119,8 @@ class DSV4(Section):
     """Numerics of training and rollout."""
 
     train_mode: TrainMode = "qat"
-    """`bf16` rounds nothing, `qat` rounds where the rollout rounds, `fp8` also multiplies in FP8."""
+    """`bf16` rounds nothing, `qat` rounds where the rollout rounds, `fp8` also multiplies in FP8
+    (emulated where no GPU does)."""
     rollout_profile: ProfileName = "auto"
     """The rollout's rounding rules; `auto` is resolved on the worker that owns the GPU."""
     fake_quant: FakeQuant = FakeQuant()

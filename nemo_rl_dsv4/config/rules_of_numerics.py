@@ -28,11 +28,18 @@ def check_numerics(config: MasterConfig) -> None:
             f"policy.dsv4.train_mode is bf16 but policy.dsv4.fake_quant.{products[0] if products else ''} is true; "
             "bf16 rounds at most kv and indexer: use train_mode qat and set the other flags to false",
         )
-    require(
-        dsv4.train_mode != "fp8",
-        "policy.dsv4.train_mode is fp8, which this version does not have; use qat (same rounding, products in the "
-        "training precision) or bf16",
-    )
+    if dsv4.train_mode == "fp8":
+        missing = [name for name in ("weights", "linear_inputs", "o_proj", "experts") if not rounded[name]]
+        require(
+            not missing,
+            f"policy.dsv4.train_mode is fp8 but policy.dsv4.fake_quant.{missing[0] if missing else ''} is false; FP8 "
+            "products need both operands rounded: use qat to leave some out",
+        )
+        require(
+            dsv4.rollout_profile != "bf16",
+            "policy.dsv4.train_mode is fp8 but policy.dsv4.rollout_profile is bf16, which rounds nothing; "
+            "use train_mode bf16 or the profile of an FP8 rollout",
+        )
 
 
 def check_routes(config: MasterConfig) -> None:

@@ -130,7 +130,7 @@ def install_fp8(model: nn.Module, report: InstallReport) -> None:
         assert spec is not None
         sizes = _install_experts(name, module) if _STACKS[0] in roundings else _install_linear(name, module)
         report.add(SITE, name)
-        reason = why_emulated(next(iter(module.parameters())).device, spec, *sizes)
+        reason = why_emulated(_future_device(module), spec, *sizes)
         if reason is not None:
             reasons[reason] = reasons.get(reason, 0) + 1
     if SITE not in report.wrapped:
@@ -142,6 +142,14 @@ def install_fp8(model: nn.Module, report: InstallReport) -> None:
         report.left[SITE] = "emulated with dequantized operands: " + ", ".join(
             f"{count} modules, {reason}" for reason, count in reasons.items()
         )
+
+
+def _future_device(module: nn.Module) -> torch.device:
+    """Where a module computes; one on the meta device will be given memory on this process's GPU, or the CPU."""
+    device = next(iter(module.parameters())).device
+    if device.type != "meta":
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _install_linear(name: str, module: Any) -> tuple[int, ...]:

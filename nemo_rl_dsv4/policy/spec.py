@@ -38,6 +38,7 @@ class PolicySpec:
         sizes: ranks on each axis.
         profile: name of the rollout profile.
         fake_quant: site group -> rounded in training.
+        fp8: multiply in FP8 where both operands are rounded.
         precision: `float32` or `bfloat16`.
         backend: AutoModel backend fields.
         config_overrides: values that replace those of the checkpoint's config.json.
@@ -67,6 +68,7 @@ class PolicySpec:
     router: RouterMode = RouterMode.OWN
     hf_config: Mapping[str, Any] | None = None
     seed: int = 0
+    fp8: bool = False
     logprob_chunk_size: int | None = None
     packing: Packing | None = None
     device: str = "cpu"
@@ -184,4 +186,5 @@ def build_worker(spec: PolicySpec) -> PolicyWorker:
         compute_dtype=resolve_dtype(spec.precision),
         cpu_offload=spec.cpu_offload,
         offload_optimizer_for_logprob=spec.offload_optimizer_for_logprob,
+        fp8=spec.fp8,
     )

@@ -17,6 +17,7 @@ from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_n
 from torch.distributed.tensor import DTensor
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.fp8 import install_fp8
 from nemo_rl_dsv4.model.qat import InstallReport, install_fake_quant, invalidate_rounded_weights
 from nemo_rl_dsv4.model.router_replay import RouterReplayer
 from nemo_rl_dsv4.model.token_logprobs import install_scoring_head, scoring
@@ -40,6 +41,7 @@ class PolicyWorker:
         model: the whole model, not yet sharded, with its weights or without (see `load`).
         meshes: this rank's process meshes.
         load: fills the sharded model with weights; None for a model that has them.
+        fp8: multiply in FP8 where both operands are rounded (`model.fp8`); needs weights, inputs and experts on.
         profile: the rollout whose rounding to install.
         fake_quant: which site groups to round.
         micro_batch_size: sequences of one forward and backward pass.
@@ -80,11 +82,15 @@ class PolicyWorker:
         compute_dtype: torch.dtype = torch.float32,
         cpu_offload: bool = False,
         offload_optimizer_for_logprob: bool = False,
+        fp8: bool = False,
     ) -> None:
         self.meshes, self.packing = meshes, packing
         self.rounding: InstallReport | None = None
         if any(fake_quant.values()):
             self.rounding = install_fake_quant(model, profile, fake_quant)
+        if fp8:
+            assert self.rounding is not None
+            install_fp8(model, self.rounding)
         self.head = install_scoring_head(model, chunk_size=logprob_chunk_size)
         self.router = None if router is RouterMode.OWN else RouterReplayer(model, replay=router is RouterMode.REPLAY)
         self.model = parallelize(

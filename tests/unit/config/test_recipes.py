@@ -35,6 +35,12 @@ def test_bf16_and_qat_differ_in_the_train_mode_and_in_where_they_write():
     assert set(changed) == {"logger.log_dir", "checkpointing.checkpoint_dir"}
 
 
+def test_fp8_and_qat_differ_in_the_train_mode_and_in_where_they_write():
+    changed = difference("qat", "fp8")
+    assert changed.pop("policy.dsv4.train_mode") == ("qat", "fp8")
+    assert set(changed) == {"logger.log_dir", "checkpointing.checkpoint_dir"}
+
+
 def test_cp2ep2_differs_from_qat_in_the_layout_and_in_where_it_writes():
     changed = difference("qat", "cp2ep2-qat")
     assert changed.pop("policy.dtensor_cfg.context_parallel_size") == (1, 2)

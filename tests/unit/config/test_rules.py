@@ -104,7 +104,14 @@ REFUSED = {
         ["policy.dsv4.train_mode=bf16", "policy.dsv4.fake_quant.experts=true"],
         "fake_quant.experts is true; bf16 rounds at most kv and indexer",
     ),
-    "fp8 is not there": (["policy.dsv4.train_mode=fp8"], "train_mode is fp8"),
+    "fp8 with an operand left out": (
+        ["policy.dsv4.train_mode=fp8", "policy.dsv4.fake_quant.o_proj=false"],
+        "train_mode is fp8 but policy.dsv4.fake_quant.o_proj is false",
+    ),
+    "fp8 against a BF16 rollout": (
+        ["policy.dsv4.train_mode=fp8", "policy.dsv4.rollout_profile=bf16"],
+        "train_mode is fp8 but policy.dsv4.rollout_profile is bf16",
+    ),
     "vllm without GPUs": (["policy.generation.backend=vllm"], "backend is vllm .*; use reference"),
     "reference with GPUs": (["cluster.gpus_per_node=8"], "backend is reference"),
     "CPU processes with GPUs": ([*GPU, f"{PROCESSES}=2"], "cpu_processes is 2"),
