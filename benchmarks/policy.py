@@ -231,13 +231,13 @@ def gemm_costs(options: argparse.Namespace) -> list[dict[str, Any]]:
         weight = torch.randn(experts, k, n, device=device, dtype=torch.bfloat16, requires_grad=True)
         stored = WeightRounding(weight_spec, halves, keep_values=False, transposed=True).quantized(weight)
 
-        def plain(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
+        def grouped(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
             return torch._grouped_mm(x, weight, offs=ends)
 
-        def fp8(x=x, weight=weight, stored=stored) -> torch.Tensor:
+        def fp8_grouped(x=x, weight=weight, stored=stored) -> torch.Tensor:
             return scaled_grouped_mm(x, weight_handle(weight, x.dtype), ends, stored, spec)
 
-        rows.append(product_row(name, x, plain, fp8, device))
+        rows.append(product_row(name, x, grouped, fp8_grouped, device))
         q = quantize(x.detach(), spec)
         rows[-1]["quantize_ms"] = median_of(lambda x=x: quantize(x.detach(), spec), device)
         rows[-1]["dequantize_ms"] = median_of(lambda q=q: dequantize(q, torch.bfloat16), device)

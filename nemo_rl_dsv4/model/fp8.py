@@ -159,7 +159,8 @@ def _install_linear(name: str, module: Any) -> tuple[int, ...]:
             f"{name} is a {type(module).__name__}{' with a bias' if plain else ''}; FP8 products are for torch's "
             "linear layers without a bias: set policy.dtensor_cfg.automodel_kwargs.backend.linear to torch"
         )
-    module._weight_rounding["weight"].keep_values = False
+    roundings: Mapping[str, WeightRounding] = getattr(module, "_weight_rounding")  # noqa: B009
+    roundings["weight"].keep_values = False
     _put_in_front(module, _Fp8Linear)
     groups = module.n_groups if isinstance(module, DeepseekV4GroupedLinear) else 1
     return module.out_features // groups, module.in_features

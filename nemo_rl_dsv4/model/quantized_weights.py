@@ -80,8 +80,8 @@ def stored_codes(model: nn.Module, layout: Layout = AUTOMODEL) -> dict[str, Stor
                 found[name] = StoredCodes(stored.data, stored.scale, stored.spec)
             elif slot.expert >= first:
                 one = replace(slot, expert=slot.expert - first)
-                parts = (layout.view(part, one) for part in (stored.data, stored.scale))
-                found[name] = StoredCodes(*parts, stored.spec)
+                data, scale = layout.view(stored.data, one), layout.view(stored.scale, one)
+                found[name] = StoredCodes(data, scale, stored.spec)
     return found
 
 
