@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nemo_rl_dsv4.cli import inspect, plan, plot, profiles, verify_refit
+from nemo_rl_dsv4.cli import convert, inspect, plan, plot, profiles, verify_refit
 from nemo_rl_dsv4.cli.guard import BAD_INPUT, guarded
 from nemo_rl_dsv4.errors import UserError
 
 COMMANDS = {
+    "convert": convert,
     "inspect": inspect,
     "plan": plan,
     "plot": plot,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +62,7 @@ def scan_shards(directory: Path) -> Shards:
         shards.complete = not header.problems
     if shards.directory.is_dir():
         shards.stray = sorted(p.name for p in shards.directory.glob("*.safetensors") if p.name not in shards.files)
-    shards.bytes = sum(path.stat().st_size for file in shards.files if (path := shards.directory / file).is_file())
+    shards.bytes = sum(os.path.getsize(path) for f in shards.files if os.path.isfile(path := shards.directory / f))
     return shards
 
 
@@ -93,7 +94,7 @@ def _scan_indexed(shards: Shards, file: str, weight_map: Mapping[str, str]) -> N
     wanted = {name for name, place in weight_map.items() if place == file}
     shards.files.append(file)
     header = scan_header(path)
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path.exists, never raises for a name the system refuses
         text = f"{path}: the file is missing; {INDEX} puts {len(wanted)} tensors there, such as {min(wanted)!r}"
         shards.problems.append(Problem(file, None, f"{text}; fetch it"))
         shards.unreadable |= wanted
