@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.checkpoint.folder import FP8_CONFIG
+from nemo_rl_dsv4.model.checkpoint.serving import write_serving_notes
 from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL, Layout
 from nemo_rl_dsv4.model.official_names import check_names, expected_tensors, tensor_kind
 from nemo_rl_dsv4.model.stored_weight import (
@@ -26,13 +28,6 @@ from nemo_rl_dsv4.model.stored_weight import (
 )
 from nemo_rl_dsv4.numerics import QuantSpec, dequantize, quantize, scale_to_e8m0_bytes
 
-QUANTIZATION_CONFIG = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "scale_fmt": "ue8m0",
-    "weight_block_size": [128, 128],
-}
 ExpertFormat = Literal["fp4", "fp8"]
 _PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32, "integer": torch.int64}
 
@@ -47,7 +42,7 @@ def write_release_checkpoint(
     max_shard_bytes: int = 4 * 2**30,
     layout: Layout = AUTOMODEL,
 ) -> None:
-    """Write `directory` with sharded safetensors, index, config.json and the tokenizer's files.
+    """Write `directory` with sharded safetensors, index, config.json, the tokenizer's files, and how to serve it.
 
     Routed experts become FP4 with a scale for 32 inputs, or FP8; the other projections FP8 with a scale for 128x128;
     scales are E8M0 bytes in the raw grid; the rest keeps its release dtype. Reading the result and writing it again
@@ -76,10 +71,11 @@ def write_release_checkpoint(
     try:
         partial.mkdir(parents=True)
         _write_shards(state_dict, config, partial, expert_format, max_shard_bytes, layout)
-        settings = {**config, "quantization_config": QUANTIZATION_CONFIG, "expert_dtype": expert_format}
+        settings = {**config, "quantization_config": FP8_CONFIG, "expert_dtype": expert_format}
         (partial / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         if tokenizer_dir is not None:
             _copy_tokenizer(Path(tokenizer_dir), partial)
+        write_serving_notes(partial)
         partial.rename(directory)
     except OSError as error:
         raise UserError(f"{directory}: cannot write the checkpoint ({error})") from error
