@@ -197,7 +197,7 @@ def repeat_key(folder: Path, rng: random.Random) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text.encode() + data)
 
 
-def _edit_tensors(folder: Path, rng: random.Random, change: Callable[[dict[str, torch.Tensor], str], None]) -> None:
+def _edit_tensors(folder: Path, rng: random.Random, change: Callable[[dict[str, torch.Tensor], str], object]) -> None:
     path = _shard(folder, rng)
     tensors = load_file(path)
     before = set(tensors)
