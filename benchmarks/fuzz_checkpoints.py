@@ -131,8 +131,8 @@ def flip_config(folder: Path, rng: random.Random) -> None:
 
 
 def truncate(folder: Path, rng: random.Random) -> None:
-    """Cut a file short."""
-    path = rng.choice(sorted(p for p in folder.iterdir() if p.is_file()))
+    """Cut a shard, the index or the config short."""
+    path = rng.choice([*sorted(folder.glob("*.safetensors")), folder / INDEX, folder / "config.json"])
     content = path.read_bytes()
     path.write_bytes(content[: rng.randrange(len(content))])
 
