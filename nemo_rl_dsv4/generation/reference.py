@@ -67,14 +67,17 @@ class ReferenceEngine:
         self.route_capture = RouteCapture(self.model) if capture_routes else None
         self.has_weights = False
 
-    def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]]) -> RefitReport:
+    def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]], checksum: str | None = None) -> RefitReport:
         """Load what the refit exporter yields, in place, and return the report.
 
+        Args:
+            stream: official names with tensors.
+            checksum: what the sender computed over them.
+
         Raises:
-            UserError: the stream is incomplete or damaged; the engine then refuses to generate until a good refit.
+            UserError: the stream is incomplete or damaged; the engine keeps the weights it had.
         """
-        self.has_weights = False
-        report = receive_weights(self.model, iter(stream))
+        report = receive_weights(self.model, iter(stream), checksum=checksum)
         self.has_weights = True
         return report
 

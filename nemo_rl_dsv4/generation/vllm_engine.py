@@ -61,6 +61,7 @@ class VllmEngine:
         from vllm import LLM
 
         self.llm: Any = LLM(**arguments)
+        self._refit_prepared = False
         findings = engine_findings(self.describe(), self.profile)
         if findings:
             raise UserError(f"the engine does not compute what profile {spec.profile} says: {'; '.join(findings)}")
@@ -147,6 +148,26 @@ class VllmEngine:
             [float(row[token].logprob) for row, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
             for output, ids in zip(outputs, sequences, strict=True)
         ]
+
+    def update_weights_from_folder(self, folder: str, *, timeout: float = 600.0) -> dict[str, Any]:
+        """Refit every worker with the buckets of a folder (`refit.transport.file.write_folder`).
+
+        Returns:
+            The first worker's `RefitReport` as plain values, with the findings of all workers.
+
+        Raises:
+            UserError: the buckets are incomplete or damaged (the old weights stay), or a finding and `spec` says stop.
+        """
+        if not self._refit_prepared:
+            self.llm.collective_rpc("dsv4_refit_prepare", args=(self.spec.refit_checks,))
+            self._refit_prepared = True
+        reports = self.llm.collective_rpc("dsv4_refit_from_folder", args=(folder,), kwargs={"timeout": timeout})
+        self.llm.reset_prefix_cache()
+        findings = [f"worker {rank}: {text}" for rank, report in enumerate(reports) for text in report["findings"]]
+        if findings and self.spec.refit_on_finding == "stop":
+            shown = "; ".join(findings[:3])
+            raise UserError(f"refit of version {reports[0]['version']}: {len(findings)} findings: {shown}")
+        return {**reports[0], "findings": findings}
 
     def sleep(self) -> None:
         """Give weights and KV cache back to the GPU; the next refit must bring all weights."""

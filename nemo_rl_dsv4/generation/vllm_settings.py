@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
@@ -46,6 +46,8 @@ class VllmSpec:
         pow2_weight_scales: weight scales are powers of two.
         pow2_activation_scales: activation scales are powers of two.
         return_routed_experts: give the experts of every token.
+        refit_checks: weights compared with what was sent after each refit: `sampled` or `all`.
+        refit_on_finding: `stop` raises when a refit is found wrong, `warn` only reports it.
         sleep_mode: the engine can give its memory back between rollouts.
         seed: of the engine.
         environment: the recipe's own variables; they may not contradict the profile.
@@ -70,6 +72,8 @@ class VllmSpec:
     pow2_weight_scales: bool = True
     pow2_activation_scales: bool = True
     return_routed_experts: bool = False
+    refit_checks: Literal["sampled", "all"] = "sampled"
+    refit_on_finding: Literal["stop", "warn"] = "stop"
     sleep_mode: bool = False
     seed: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)

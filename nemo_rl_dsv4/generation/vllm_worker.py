@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from nemo_rl_dsv4.refit.vllm_extension import RefitWorkerExtension
 
-class NumericsWorkerExtension:
-    """Lets a worker say what it computes with. `vllm_config` and `device` are the worker's own."""
+
+class NumericsWorkerExtension(RefitWorkerExtension):
+    """Refits a worker, and lets it say what it computes with. `vllm_config` and `device` are the worker's own."""
 
     vllm_config: Any
     device: torch.device

@@ -134,6 +134,15 @@ class Layout:
         half = stacked.shape[0] // 2
         return stacked[:half] if slot.part == "gate" else stacked[half:]
 
+    def view_experts(self, stack: torch.Tensor, first: Slot, count: int) -> torch.Tensor:
+        """View the part that slot `first` names of `count` consecutive experts: [count, out, in]."""
+        assert first.expert is not None
+        experts = stack[first.expert : first.expert + count]
+        if self._transposed:
+            experts = experts.transpose(1, 2)
+        half = experts.shape[1] // 2
+        return {"down": experts, "gate": experts[:, :half], "up": experts[:, half:], None: experts}[first.part]
+
     def official_dim(self, stack_dim: int) -> int:
         """Dim of the official tensor [out, in] that dim 1 or 2 of an expert stack becomes."""
         return 2 - stack_dim if self._transposed else stack_dim - 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Iterable
 
 import torch
 
@@ -17,6 +18,30 @@ _CHUNK = 1 << 22  # words at a time: 16 MiB of input, 64 MiB of work buffers
 
 def bytes_checksum(tensor: torch.Tensor) -> int:
     """Checksum of a tensor's bytes in row-major order, 0 <= value < 2^64."""
+    return int(_device_checksum(tensor)) % 2**64
+
+
+def item_checksums(items: Iterable[tuple[str, torch.Tensor]]) -> list[int]:
+    """Checksums over name, dtype, shape and bytes of each tensor, 0 <= value < 2^64, with one wait for a GPU."""
+    pairs = list(items)
+    if not pairs:
+        return []
+    sums = torch.stack([_device_checksum(tensor) for _, tensor in pairs]).tolist()
+    return [_with_head(name, tensor, value) for (name, tensor), value in zip(pairs, sums, strict=True)]
+
+
+def item_checksum(name: str, tensor: torch.Tensor) -> int:
+    """`item_checksums` of one tensor."""
+    return item_checksums([(name, tensor)])[0]
+
+
+def _with_head(name: str, tensor: torch.Tensor, value: int) -> int:
+    head = f"{name}|{tensor.dtype}|{list(tensor.shape)}".encode()
+    return (value * 0x9E3779B97F4A7C15 + zlib.crc32(head) * 0xC2B2AE3D27D4EB4F) % 2**64
+
+
+def _device_checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 scalar on the tensor's device."""
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
     whole = raw.numel() // 4 * 4
     aligned = raw.storage_offset() * raw.element_size() % 4 == 0
@@ -25,18 +50,14 @@ def bytes_checksum(tensor: torch.Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
     for start in range(0, words.numel(), _CHUNK):
         part = words[start : start + _CHUNK].to(torch.int64)
-        total += (part * factors[: part.numel()]).sum() + part.sum() * (2 * start)
+        if start:
+            total += part.sum() * (2 * start)
+        total += part.mul_(factors[: part.numel()]).sum()
     if whole < raw.numel():
         tail = torch.zeros(4, dtype=torch.uint8, device=raw.device)
         tail[: raw.numel() - whole] = raw[whole:]
         total += tail.view(torch.int32).to(torch.int64)[0] * (whole // 2 + 1)
-    return int(total) % 2**64
-
-
-def item_checksum(name: str, tensor: torch.Tensor) -> int:
-    """Checksum over name, dtype, shape and bytes of one tensor of a stream, 0 <= value < 2^64."""
-    head = f"{name}|{tensor.dtype}|{list(tensor.shape)}".encode()
-    return (bytes_checksum(tensor) * 0x9E3779B97F4A7C15 + zlib.crc32(head) * 0xC2B2AE3D27D4EB4F) % 2**64
+    return total
 
 
 @functools.cache

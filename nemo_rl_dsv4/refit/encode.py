@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from nemo_rl_dsv4.model.official_names import tensor_kind
 from nemo_rl_dsv4.model.quantized_weights import StoredCodes
 from nemo_rl_dsv4.model.stored_weight import require_finite, require_table, scale_grid, scale_name
 from nemo_rl_dsv4.model.weight_rounding import checkpoint_spec
-from nemo_rl_dsv4.numerics import QuantSpec, RolloutProfile, quantize, scale_to_e8m0_bytes
+from nemo_rl_dsv4.numerics import Quantized, QuantSpec, RolloutProfile, quantize, scale_to_e8m0_bytes
 from nemo_rl_dsv4.numerics.formats import format_of
 from nemo_rl_dsv4.refit.source_scales import keep_source_scale
 
@@ -99,6 +99,38 @@ class Encoder:
         # Flattened for strides that a byte view takes: a dim of size 1 may keep any stride otherwise.
         return Encoded(*(tensor.contiguous().flatten().view(tensor.shape) for tensor in (data, scale.clone())))
 
+    def encode_stack(self, names: Sequence[str], values: torch.Tensor) -> list[Encoded]:
+        """Encode tensors of one shape at once: [number, out, in], any strides. Scales are checked together.
+
+        Raises:
+            UserError: a non-finite element.
+        """
+        spec = self.spec(names[0])
+        if spec is None or not all(self.checks_stack(name) for name in names):
+            return [self.encode(name, value) for name, value in zip(names, values, strict=True)]
+        # Square blocks are the same blocks either way round: read a transposed stack in its own order, turn the codes.
+        turned = values.stride(-1) != 1 and values.stride(-2) == 1 and spec.block[0] == spec.block[1]
+        quantized = quantize(values.detach().transpose(-1, -2) if turned else values.detach(), spec, name=names[0])
+        data, scale = quantized.data, quantized.scale
+        if turned:
+            data, scale = transpose_codes(data), _copied(scale.transpose(-1, -2))
+        if not bool(scale.isfinite().all()):
+            for name, value in zip(names, values, strict=True):
+                require_finite(name, value)
+        encoded = [Encoded(*pair) for pair in zip(data, scale, strict=True)]
+        if any(name in self.source_scales for name in names):
+            for i, (name, value) in enumerate(zip(names, values, strict=True)):
+                if name in self.source_scales:
+                    q = Quantized(*encoded[i], spec, value.shape)  # type: ignore[arg-type]
+                    q = keep_source_scale(q, value, self.source_scales[name])
+                    encoded[i] = Encoded(q.data, q.scale)
+        return encoded
+
+    def checks_stack(self, name: str) -> bool:
+        """Whether `encode_stack` has looked at this weight's scale: FP8 codes that were made there."""
+        spec = self.spec(name)
+        return spec is not None and spec.fmt != "e2m1" and name not in self.stored
+
     def empty(self, name: str, shape: torch.Size, device: torch.device) -> Encoded:
         """Uninitialized tensors of the shapes and dtypes that `encode` gives for a value [out, in] of `shape`."""
         spec, kind = self.spec(name), tensor_kind(name)
@@ -111,12 +143,13 @@ class Encoder:
         return Encoded(torch.empty(codes, dtype=dtype, device=device), scale)
 
     def items(
-        self, name: str, encoded: Encoded, value: torch.Tensor | None = None
+        self, name: str, encoded: Encoded, value: torch.Tensor | None = None, *, checked: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Check a whole encoded tensor and yield what a stream carries: one item, or codes and scale.
 
         Args:
             value: where at hand, the values, so that a NaN can be named by its index.
+            checked: the scale is known to be finite.
 
         Raises:
             UserError: a non-finite element, an all-zero hash table, a scale that `scale_dtype` cannot hold.
@@ -129,7 +162,7 @@ class Encoder:
                 require_table(name, data)
             yield name, data
             return
-        if not bool(scale.isfinite().all()):
+        if not checked and not bool(scale.isfinite().all()):
             if value is not None:
                 require_finite(name, value)
             row, col = (~scale.isfinite()).nonzero()[0].tolist()
@@ -144,3 +177,18 @@ def _elements(blocks: slice, size: int, count: int) -> slice:
     """Slice of the elements of a slice of `count` blocks along a dim; the last may be short."""
     start, stop, _ = blocks.indices(count)
     return slice(start * size, None if stop == count else stop * size)
+
+
+def transpose_codes(codes: torch.Tensor) -> torch.Tensor:
+    """FP8 codes [matrices, rows, columns] as [matrices, columns, rows], contiguous."""
+    raw = codes.view(torch.uint8)
+    if raw.is_cuda and raw.numel():
+        from nemo_rl_dsv4.numerics.fused.transpose import transpose_bytes
+
+        return transpose_bytes(raw).view(codes.dtype)
+    return _copied(raw.transpose(-1, -2)).view(codes.dtype)
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    """Row-major copy. `contiguous()` leaves odd strides on dims of size 1, which views as bytes refuse."""
+    return x.new_empty(x.shape).copy_(x)

@@ -16,8 +16,11 @@ from torch.distributed.tensor import DTensor
 from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL, Layout, Slot
 from nemo_rl_dsv4.model.quantized_weights import StoredCodes
 from nemo_rl_dsv4.numerics import RolloutProfile, get_profile
-from nemo_rl_dsv4.refit.encode import Encoder
+from nemo_rl_dsv4.refit.encode import Encoded, Encoder
 from nemo_rl_dsv4.refit.sharded import gather_expert, gather_matrix
+
+GROUP_BYTES = 128 << 20
+"""Codes of routed experts that are made together: large enough to fill a GPU, small beside a bucket."""
 
 
 def export_weights(
@@ -38,7 +41,7 @@ def export_weights(
     int64 for hash tables, `unquantized` for the rest.
 
     Sharded weights (DTensors) reach every rank as codes, see `refit.sharded`: every rank must iterate to the end, and
-    an error is raised on all of them. Memory above the training weights is one expert, or one other tensor.
+    an error is raised on all of them. Memory above the training weights is a few experts (`GROUP_BYTES`) or one tensor.
 
     Args:
         state_dict: `DeepseekV4ForCausalLM.state_dict()`, buffers included.
@@ -63,8 +66,12 @@ def export_weights(
     for _, run in groupby(layout.split(state_dict), key=_expert_of):
         members = [(name, slot, state_dict[slot.key]) for name, slot in run]
         sharded = [isinstance(tensor, DTensor) for _, _, tensor in members]
+        if members[0][1].expert is not None and not any(sharded):
+            yield from _experts(members, layout, encoder)
+            continue
         if members[0][1].expert is not None and all(sharded):
-            yield from _sharded_expert(members, layout, encoder)  # type: ignore[arg-type]
+            for _, expert in groupby(members, key=lambda member: member[1].expert):
+                yield from _sharded_expert(list(expert), layout, encoder)  # type: ignore[arg-type]
             continue
         for name, slot, tensor in members:
             if not isinstance(tensor, DTensor):
@@ -90,10 +97,29 @@ def export_tensor(
     yield from encoder.items(name, encoder.encode(name, value), value)
 
 
-def _expert_of(item: tuple[str, Slot]) -> tuple[str, int | None]:
-    """Key of the run that travels together: one routed expert of a layer, or a tensor alone."""
+def _expert_of(item: tuple[str, Slot]) -> tuple[str, bool]:
+    """Key of a run of neighbours: all routed experts of a layer, or a tensor alone."""
     name, slot = item
-    return (name, None) if slot.expert is None else (name.partition(".ffn.")[0], slot.expert)
+    return (name, False) if slot.expert is None else (name.partition(".ffn.")[0], True)
+
+
+def _experts(
+    members: list[tuple[str, Slot, torch.Tensor]], layout: Layout, encoder: Encoder
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Encode the routed experts of a layer, as many at once as fit into `GROUP_BYTES` of codes."""
+    weights = sum(member[2][0].numel() for member in {member[1].key: member for member in members}.values())
+    together = max(1, GROUP_BYTES // weights)
+    experts = [list(run) for _, run in groupby(members, key=lambda member: member[1].expert)]
+    for start in range(0, len(experts), together):
+        group = experts[start : start + together]
+        encoded: dict[str, Encoded] = {}
+        for position in range(len(group[0])):
+            names = [expert[position][0] for expert in group]
+            _, slot, stack = group[0][position]
+            values = layout.view_experts(stack, slot, len(group))
+            encoded.update(zip(names, encoder.encode_stack(names, values), strict=True))
+        for name, _, _ in (member for expert in group for member in expert):
+            yield from encoder.items(name, encoded.pop(name), checked=encoder.checks_stack(name))
 
 
 def _sharded_expert(

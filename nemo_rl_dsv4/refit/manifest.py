@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.refit.checksum import item_checksum
+from nemo_rl_dsv4.refit.checksum import item_checksums
 
 ALIGNMENT = 16
 """Bytes; every tensor starts at a multiple of it, so that it can be viewed in its own dtype."""
@@ -89,39 +89,42 @@ def write_bucket(
         UserError: the buffer is too small.
     """
     entries, offset = [], 0
-    for name, tensor in items:
+    for (name, tensor), checksum in zip(items, item_checksums(items), strict=True):
         size = tensor.numel() * tensor.element_size()
         if offset + size > buffer.numel():
             raise UserError(f"refit: bucket {index} needs {offset + size} bytes at {name}; it has {buffer.numel()}")
         raw = tensor.detach().contiguous().flatten().view(torch.uint8)
         buffer[offset : offset + size].copy_(raw)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(Entry(name, dtype, tuple(tensor.shape), offset, size, item_checksum(name, tensor)))
+        entries.append(Entry(name, dtype, tuple(tensor.shape), offset, size, checksum))
         offset += padded(size)
     return Manifest(version, index, last, tuple(entries))
 
 
 def read_bucket(manifest: Manifest, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield views into a received buffer, each compared with its checksum first.
+    """Yield views into a received buffer, after all of them have been compared with their checksums.
 
     Raises:
         UserError: an entry that does not fit, an unknown dtype, or bytes that changed on the way.
     """
-    for entry in manifest.entries:
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UserError(f"refit: tensor {entry.name!r} has dtype {entry.dtype!r}, which torch does not know")
-        wanted = math.prod(entry.shape) * dtype.itemsize
-        if entry.bytes != wanted or entry.offset + entry.bytes > buffer.numel():
-            raise UserError(
-                f"refit: tensor {entry.name!r} has {entry.bytes} bytes at {entry.offset} of {buffer.numel()}; "
-                f"{entry.dtype} {list(entry.shape)} needs {wanted}"
-            )
-        tensor = buffer[entry.offset : entry.offset + entry.bytes].view(dtype).view(entry.shape)
-        found = item_checksum(entry.name, tensor)
+    views = [(entry.name, _view(entry, buffer)) for entry in manifest.entries]
+    for entry, found in zip(manifest.entries, item_checksums(views), strict=True):
         if found != entry.checksum:
             raise UserError(
                 f"refit: tensor {entry.name!r} of bucket {manifest.index} arrived with checksum {found:016x}, sent "
                 f"with {entry.checksum:016x}; the transfer is damaged"
             )
-        yield entry.name, tensor
+    yield from views
+
+
+def _view(entry: Entry, buffer: torch.Tensor) -> torch.Tensor:
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UserError(f"refit: tensor {entry.name!r} has dtype {entry.dtype!r}, which torch does not know")
+    wanted = math.prod(entry.shape) * dtype.itemsize
+    if entry.bytes != wanted or entry.offset + entry.bytes > buffer.numel():
+        raise UserError(
+            f"refit: tensor {entry.name!r} has {entry.bytes} bytes at {entry.offset} of {buffer.numel()}; "
+            f"{entry.dtype} {list(entry.shape)} needs {wanted}"
+        )
+    return buffer[entry.offset : entry.offset + entry.bytes].view(dtype).view(entry.shape)

@@ -18,8 +18,13 @@ from nemo_rl_dsv4.refit.report import RefitReport, Stream, StreamTally
 
 
 @torch.no_grad()
-def receive_weights(model: torch.nn.Module, stream: Stream, *, layout: Layout = TRANSFORMERS) -> RefitReport:
+def receive_weights(
+    model: torch.nn.Module, stream: Stream, *, layout: Layout = TRANSFORMERS, checksum: str | None = None
+) -> RefitReport:
     """Write every tensor of a stream into the model's own storage and return what arrived.
+
+    Nothing is written before the whole stream has been checked, so an error leaves the model on its old weights. That
+    takes memory for the decoded weights once more: for models of a CPU, not for a live FP8 engine (`refit.live`).
 
     Parameters and persistent buffers keep their storage (`data_ptr`), so anything that holds a reference sees the new
     weights. FP8 and FP4 weights are decoded to the dtype of their destination. Call it once a refit with the whole
@@ -29,16 +34,16 @@ def receive_weights(model: torch.nn.Module, stream: Stream, *, layout: Layout = 
         model: transformers' `DeepseekV4ForCausalLM` (or AutoModel's, with its `layout`).
         stream: what `export_weights` yields: official names, a quantized weight directly before its scale.
         layout: whose names the model has.
+        checksum: what the sender computed over the stream; None is not compared.
 
     Raises:
         UserError: an unknown, repeated or missing tensor, a wrong shape or dtype, a weight without its scale or the
-            reverse, an invalid scale, a NaN, an all-zero hash table. The model is then partly written: refit it again
-            before using it.
+            reverse, an invalid scale, a NaN, an all-zero hash table, another checksum than the sender's.
     """
     destination = model.state_dict()
     slots = dict(layout.split(destination))
     experts = 1 + max(slot.expert or 0 for slot in slots.values())
-    written: set[str] = set()
+    pending: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     tally = StreamTally()
     items = tally.watch(stream)
     for name, tensor in items:
@@ -49,7 +54,7 @@ def receive_weights(model: torch.nn.Module, stream: Stream, *, layout: Layout = 
                 else "not in the model"
             )
             raise UserError(f"refit: unexpected tensor {name!r}; {hint}")
-        if name in written:
+        if name in pending:
             raise UserError(f"refit: tensor {name!r} arrived twice; send each one once a refit")
         target = layout.view(destination[slots[name].key], slots[name])
         if is_quantized(tensor.dtype) and tensor_kind(name) != "integer":
@@ -65,10 +70,17 @@ def receive_weights(model: torch.nn.Module, stream: Stream, *, layout: Layout = 
             raise UserError(f"refit: {name!r} is all zero; a weight of this kind never is, so it was not filled")
         if tensor.shape != target.shape:
             raise UserError(f"refit: {name!r} is {list(tensor.shape)}; the model wants {list(target.shape)}")
+        pending[name] = (target, tensor)
+    check_names(pending, slots, "refit")
+    report = tally.report()
+    if checksum is not None and report.checksum != checksum:
+        raise UserError(
+            f"refit: the engine received checksum {report.checksum}, the policy sent {checksum}; weights were "
+            "changed on the way"
+        )
+    for target, tensor in pending.values():
         target.copy_(tensor)
-        written.add(name)
-    check_names(written, slots, "refit")
-    return tally.report()
+    return report
 
 
 def _never_zero(name: str) -> bool:

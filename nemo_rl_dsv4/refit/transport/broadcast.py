@@ -64,10 +64,11 @@ class BroadcastSender:
                 pending[slot] = self._broadcast(self._buffers[slot][: manifest.bytes], wait=False)
             for work in pending:
                 _wait(work, self._timeout)
-        except UserError:
-            for work in pending:
-                _wait(work, self._timeout)
-            self._broadcast(torch.tensor([_ABORT, 0]))
+        except Exception:
+            with suppress(UserError):  # engines that can still be reached need not wait for their timeout
+                for work in pending:
+                    _wait(work, self._timeout)
+                self._broadcast(torch.tensor([_ABORT, 0]))
             raise
         report = tally.report()
         _agree(self._group, True, report.checksum, self._device, self._timeout)
@@ -95,15 +96,15 @@ class BroadcastReceiver:
         self._group, self._source, self._device = group, source, torch.device(device)
         self._timeout = timedelta(seconds=timeout)
         self._buffer = torch.empty(capacity_bytes, dtype=torch.uint8, device=device)
-        self._over = True
+        self._over, self._aborted = True, False
 
     def buckets(self) -> Iterator[tuple[Manifest, torch.Tensor]]:
         """See `BucketReceiver.buckets`."""
-        self._over = False
+        self._over = self._aborted = False
         while not self._over:
             length, size = self._receive(torch.empty(2, dtype=torch.int64, device=self._device)).tolist()
             if length == _ABORT:
-                self._over = True
+                self._over = self._aborted = True
                 raise UserError("refit: the sender gave up")
             text = self._receive(torch.empty(length, dtype=torch.uint8, device=self._device))
             manifest = Manifest.from_json(bytes(text.cpu().numpy()).decode())
@@ -120,12 +121,12 @@ class BroadcastReceiver:
     def fail(self, reason: str) -> None:
         """Take part in what is left of the refit, so that nobody waits for this engine, and refuse it."""
         del reason
-        while not self._over:
-            try:
+        if not self._over:
+            with suppress(UserError):
                 for _ in self.buckets():
                     pass
-            except UserError:
-                return  # aborted: the sender does not ask for agreement
+        if self._aborted:
+            return  # the sender does not ask for agreement
         with suppress(UserError):  # the caller has the reason
             _agree(self._group, False, "0", self._device, self._timeout)
 

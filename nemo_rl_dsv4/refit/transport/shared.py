@@ -196,7 +196,7 @@ class SharedReceiver:
             yield manifest, self._slots[slot]
             if self._slots[slot].is_cuda:
                 torch.cuda.synchronize(self._slots[slot].device)
-            self._link.send(("free", slot))
+            _tell(self._link, ("free", slot))  # a sender that has given up says so in the next message
             last = manifest.last
 
     def agree(self, checksum: str) -> None:

@@ -119,15 +119,20 @@ def test_errors(engine, config_once):
         engine.generate([[5] * 4096], SamplingParams(10), seed=0)
 
 
-def test_a_broken_refit_leaves_the_engine_silent(config_once, training_once):
+def test_a_broken_refit_leaves_the_engine_on_its_old_weights(config_once, training_once):
     """An engine whose refit failed half-way must not answer from mixed weights."""
     engine = ReferenceEngine(config_once, get_profile("vllm-hopper"))
     stream = list(export_weights(training_once, "vllm-hopper", unquantized=torch.float32))
     engine.update_weights(stream)
+    before = engine.generate([[5]], SamplingParams(1), seed=0)[0].logprobs
+    other = [(name, value * 2 if value.dtype == torch.float32 else value) for name, value in stream]
     with pytest.raises(UserError, match="missing"):
-        engine.update_weights(stream[:-1])
-    with pytest.raises(UserError, match="no weights yet"):
-        engine.generate([[5]], SamplingParams(1), seed=0)
+        engine.update_weights(other[:-1])
+    with pytest.raises(UserError, match=r"received checksum \w{16}, the policy sent 0123456789abcdef"):
+        engine.update_weights(other, "0123456789abcdef")
+    assert engine.generate([[5]], SamplingParams(1), seed=0)[0].logprobs == before
+    engine.update_weights(other)
+    assert engine.generate([[5]], SamplingParams(1), seed=0)[0].logprobs != before
 
 
 def test_the_wire_keeps_every_byte(training_once):

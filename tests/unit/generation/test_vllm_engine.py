@@ -157,3 +157,31 @@ def test_score_gives_every_token_but_the_first(vllm) -> None:
 def test_stop_strings_need_a_tokenizer(vllm) -> None:
     with pytest.raises(UserError, match="stop_strings is set"):
         engine().generate([[1]], SamplingParams(1, stop_strings=("x",)), seed=0)
+
+
+def test_refits_are_prepared_once_and_a_finding_stops_or_is_reported(vllm) -> None:
+    calls: list[tuple[str, Any]] = []
+    findings: list[str] = []
+
+    def rpc(method: str, args: tuple = (), kwargs: Any = None) -> list[Any]:
+        calls.append((method, args))
+        if method != "dsv4_refit_from_folder":
+            return [{}]
+        return [{"version": 3, "findings": []}, {"version": 3, "findings": list(findings)}]
+
+    for on_finding in ("stop", "warn"):
+        findings.clear()
+        calls.clear()
+        rollout = engine(refit_on_finding=on_finding, refit_checks="all")
+        rollout.llm.collective_rpc = rpc
+        rollout.llm.reset_prefix_cache = lambda: calls.append(("reset", ()))
+        assert rollout.update_weights_from_folder("buckets") == {"version": 3, "findings": []}
+        rollout.update_weights_from_folder("buckets")
+        expected = [("dsv4_refit_from_folder", ("buckets",)), ("reset", ())]
+        assert calls == [("dsv4_refit_prepare", ("all",)), *expected, *expected]
+        findings.append("norm: stale")
+        if on_finding == "stop":
+            with pytest.raises(UserError, match="version 3: 1 findings: worker 1: norm: stale"):
+                rollout.update_weights_from_folder("buckets")
+        else:
+            assert rollout.update_weights_from_folder("buckets")["findings"] == ["worker 1: norm: stale"]

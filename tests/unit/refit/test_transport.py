@@ -1,0 +1,360 @@
+"""Transports: every byte arrives, at most two buckets wait, and a refit that breaks anywhere is committed nowhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.refit import StreamTally, export_weights
+from nemo_rl_dsv4.refit.checksum import bytes_checksum, item_checksum
+from nemo_rl_dsv4.refit.manifest import Manifest, read_bucket, write_bucket
+from nemo_rl_dsv4.refit.staging import StagedWeights
+from nemo_rl_dsv4.refit.transport.broadcast import BroadcastReceiver, BroadcastSender
+from nemo_rl_dsv4.refit.transport.file import read_folder, write_folder
+from nemo_rl_dsv4.refit.transport.protocol import receive_staged
+from nemo_rl_dsv4.refit.transport.shared import Address, SharedReceiver, SharedSender
+
+Items = list[tuple[str, torch.Tensor]]
+Shapes = dict[str, tuple[int, ...]]
+CAPACITY = 400_000
+
+
+@pytest.fixture(scope="module")
+def stream(training_once: dict[str, torch.Tensor]) -> Items:
+    return list(export_weights(training_once, "vllm-hopper"))
+
+
+@pytest.fixture(scope="module")
+def expected(official_once: dict[str, torch.Tensor]) -> Shapes:
+    return {name: tuple(value.shape) for name, value in official_once.items()}
+
+
+def assert_same(staged: StagedWeights, stream: Items) -> None:
+    found = dict(staged.stream())
+    assert found.keys() == dict(stream).keys()
+    for name, tensor in stream:
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(raw(found[name]), raw(tensor)), name
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+class Worker(threading.Thread):
+    """Runs a function beside the test and keeps what it returned or raised."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._work = work
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._work()
+        except BaseException as error:
+            self.error = error
+
+    def outcome(self) -> Any:
+        self.join(30)
+        assert not self.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+# --- checksum and manifest ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 1023, 70_001])
+def test_checksum_depends_on_every_byte(size: int) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    reference = bytes_checksum(data)
+    words = torch.zeros(-(-size // 4) * 4, dtype=torch.uint8)
+    words[:size] = data
+    exact = sum(word * (2 * i + 1) for i, word in enumerate(words.view(torch.int32).tolist()))
+    assert reference == exact % 2**64
+    assert bytes_checksum(torch.cat([data.new_zeros(1), data])[1:]) == reference
+    for index in range(0, size, max(1, size // 50)):
+        changed = data.clone()
+        changed[index] ^= 0x40
+        assert bytes_checksum(changed) != reference
+    assert item_checksum("a", data) != item_checksum("b", data)
+
+
+def test_checksum_sees_exchanged_tensors_and_rows() -> None:
+    rows = torch.arange(600, dtype=torch.int32).view(6, 100)
+    assert bytes_checksum(rows) != bytes_checksum(rows.flip(0))
+    large = torch.arange((1 << 22) + 10, dtype=torch.int32)  # over one chunk
+    moved = large.clone()
+    moved[5], moved[-1] = large[-1], large[5]
+    assert bytes_checksum(moved) != bytes_checksum(large)
+
+
+def test_manifest_describes_its_bucket(stream: Items) -> None:
+    buffer = torch.empty(CAPACITY, dtype=torch.uint8)
+    manifest = write_bucket(stream[:6], buffer, version=7, index=2, last=True)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert (manifest.version, manifest.index, manifest.last) == (7, 2, True)
+    for (name, sent), (other, got) in zip(stream[:6], read_bucket(manifest, buffer), strict=True):
+        assert name == other
+        assert torch.equal(raw(sent), raw(got))
+    buffer[manifest.entries[3].offset + 1] ^= 1
+    with pytest.raises(UserError, match=rf"{manifest.entries[3].name}' of bucket 2 arrived with checksum"):
+        list(read_bucket(manifest, buffer))
+    with pytest.raises(UserError, match="not a bucket manifest"):
+        Manifest.from_json('{"version": 1}')
+    with pytest.raises(UserError, match="bucket 0 needs"):
+        write_bucket(stream[:6], torch.empty(64, dtype=torch.uint8), version=1, index=0, last=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s[1:], r"embed\.weight' missing"),
+        (lambda s: [*s, ("layers.0.extra", torch.ones(1))], "unknown|not an official|extra"),
+        (lambda s: [(n, t) for n, t in s if n != "layers.1.attn.wq_b.scale"], r"wq_b\.weight'.* without its scale"),
+        (lambda s: [(n, t[:1] if n == "layers.1.attn.wq_b.scale" else t) for n, t in s], "wanted the raw grid"),
+        (lambda s: [(n, t[:-1] if n == "norm.weight" else t) for n, t in s], r"norm\.weight' is \[127\]"),
+        (lambda s: [*s, s[-1]], "arrived twice"),
+    ],
+)
+def test_incomplete_sets_are_refused(
+    stream: Items, expected: Shapes, change: Any, message: str, tmp_path: Path
+) -> None:
+    """Cases C047 and C048: packed or missing scales must not reach an engine that wants the raw grid."""
+    folder = tmp_path / "buckets"
+    write_folder(change(stream), folder, capacity_bytes=CAPACITY, version=1)
+    staged = StagedWeights(expected)
+    with pytest.raises(UserError, match=message):
+        for manifest, buffer in read_folder(folder, timeout=1):
+            staged.add(manifest, buffer)
+        staged.check_complete()
+
+
+# --- file --------------------------------------------------------------------------------------------------------
+
+
+def test_files_carry_two_refits(stream: Items, expected: Shapes, tmp_path: Path) -> None:
+    for version in (1, 2):
+        count = write_folder(stream, tmp_path / "buckets", capacity_bytes=CAPACITY, version=version)
+        staged = StagedWeights(expected)
+        for manifest, buffer in read_folder(tmp_path / "buckets", timeout=1):
+            staged.add(manifest, buffer)
+        staged.check_complete()
+        assert count > 3
+        assert staged.version == version
+        assert_same(staged, stream)
+        tally = StreamTally()
+        list(tally.watch(stream))
+        assert staged.checksum == tally.report().checksum
+
+
+def test_files_that_stop_or_are_cut_are_refused(stream: Items, tmp_path: Path) -> None:
+    count = write_folder(stream, tmp_path / "buckets", capacity_bytes=CAPACITY, version=1)
+    (tmp_path / "buckets" / f"bucket-{count - 1:05d}.json").unlink()
+    with pytest.raises(UserError, match=r"no .*json after 0\.05 s"):
+        list(read_folder(tmp_path / "buckets", timeout=0.05))
+    cut = tmp_path / "buckets" / "bucket-00000.bin"
+    cut.write_bytes(cut.read_bytes()[:100])
+    with pytest.raises(UserError, match="its .bin file has 100"):
+        list(read_folder(tmp_path / "buckets", timeout=0.05))
+    (tmp_path / "buckets" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds 'notes\.txt', which is no bucket"):
+        write_folder(stream, tmp_path / "buckets", capacity_bytes=CAPACITY, version=2)
+
+
+# --- shared memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sender() -> Iterator[SharedSender]:
+    made = SharedSender(capacity_bytes=CAPACITY, receivers=2, timeout=5)
+    yield made
+    made.close()
+
+
+def shared(address: Address, expected: Shapes) -> StagedWeights:
+    return receive_staged(SharedReceiver(address, timeout=5), expected)
+
+
+def test_shared_memory_serves_two_engines_twice(sender: SharedSender, stream: Items, expected: Shapes) -> None:
+    for version in (1, 2):
+        engines = [Worker(lambda: shared(sender.address, expected)) for _ in range(2)]
+        report = sender.send(iter(stream), version=version)
+        for engine in engines:
+            staged = engine.outcome()
+            assert (staged.version, staged.checksum) == (version, report.checksum)
+            assert_same(staged, stream)
+
+
+def test_at_most_two_buckets_are_in_flight(sender: SharedSender, stream: Items, expected: Shapes) -> None:
+    """Flow control: a slow engine holds the exporter back instead of filling memory."""
+    produced: list[str] = []
+    lead: list[int] = []
+
+    def exporting() -> Iterator[tuple[str, torch.Tensor]]:
+        for item in stream:
+            produced.append(item[0])
+            yield item
+
+    def slow() -> StagedWeights:
+        receiver = SharedReceiver(sender.address, timeout=5)
+        staged = StagedWeights(expected)
+        for manifest, buffer in receiver.buckets():
+            staged.add(manifest, buffer)
+            threading.Event().wait(0.05)
+            arrived = produced.index(manifest.entries[-1].name) + 1
+            lead.append(sum(t.numel() * t.element_size() for _, t in stream[arrived : len(produced)]))
+        receiver.agree(staged.checksum)
+        return staged
+
+    engines = [Worker(slow), Worker(lambda: shared(sender.address, expected))]
+    sender.send(exporting(), version=1)
+    assert all(engine.outcome().version == 1 for engine in engines)
+    # Beyond the bucket being read: one packed into the other slot, one held back, and the item that closed it.
+    assert max(lead) <= 4 * CAPACITY
+    assert max(lead) < sum(t.numel() * t.element_size() for _, t in stream) / 2
+
+
+def test_no_engine_commits_if_one_fails(sender: SharedSender, stream: Items, expected: Shapes) -> None:
+    other = {**expected, "norm.weight": (64,)}
+    good, bad = Worker(lambda: shared(sender.address, expected)), Worker(lambda: shared(sender.address, other))
+    with pytest.raises(UserError, match=r"gave up: refit: 'norm\.weight' is \[128\]; the model wants \[64\]"):
+        sender.send(iter(stream), version=1)
+    with pytest.raises(UserError, match=r"norm\.weight"):
+        bad.outcome()
+    with pytest.raises(UserError, match="not committed, the sender gave up"):
+        good.outcome()
+    engines = [Worker(lambda: shared(sender.address, expected)) for _ in range(2)]
+    sender.send(iter(stream), version=2)
+    assert [engine.outcome().version for engine in engines] == [2, 2]
+
+
+def test_no_engine_commits_if_the_export_raises(sender: SharedSender, stream: Items, expected: Shapes) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from stream[:200]
+        raise UserError("layers.3.attn.wkv.weight[0, 0] is nan")
+
+    engines = [Worker(lambda: shared(sender.address, expected)) for _ in range(2)]
+    with pytest.raises(UserError, match="is nan"):
+        sender.send(broken(), version=1)
+    for engine in engines:
+        with pytest.raises(UserError, match=r"the sender gave up: layers\.3.* is nan"):
+            engine.outcome()
+
+
+def test_silence_ends_in_a_timeout(stream: Items) -> None:
+    sender = SharedSender(capacity_bytes=CAPACITY, receivers=1, timeout=0.2)
+    try:
+        with pytest.raises(UserError, match=r"0 of 1 receivers connected within 0\.2 s"):
+            sender.send(iter(stream), version=1)
+        mute = Worker(lambda: SharedReceiver(sender.address, timeout=0.2))
+        with pytest.raises(UserError, match=r"nothing from receiver 0 for 0\.2 s"):
+            sender.send(iter(stream), version=1)
+        receiver = mute.outcome()
+        with pytest.raises(UserError, match="the sender gave up|hung up"):
+            for _ in receiver.buckets():
+                pass
+    finally:
+        sender.close()
+    with pytest.raises(UserError, match=r"no sender listens at .* after 0\.1 s"):
+        SharedReceiver(sender.address, timeout=0.1)
+
+
+def test_a_wrong_key_is_not_served(sender: SharedSender, stream: Items) -> None:
+    from multiprocessing import AuthenticationError
+
+    stranger = Worker(lambda: SharedReceiver(Address(sender.address.socket, "00" * 16), timeout=1))
+    with pytest.raises((AuthenticationError, UserError)):
+        sender.send(iter(stream), version=1)
+    with pytest.raises((AuthenticationError, UserError, OSError, EOFError)):
+        stranger.outcome()
+
+
+# --- broadcast ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> list[dist.ProcessGroup]:
+    """gloo groups of three ranks that are threads of this process: rank 0 the policy, 1 and 2 engines."""
+    store = dist.HashStore()
+    made: list[Any] = [None] * 3
+
+    def join(rank: int) -> None:
+        made[rank] = dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=20))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+@pytest.fixture
+def raw_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the module's collectives take process-group objects that no global registry knows."""
+    from types import SimpleNamespace
+
+    from nemo_rl_dsv4.refit.transport import broadcast
+
+    def broadcast_(tensor: torch.Tensor, *, group: Any, group_src: int, async_op: bool) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = group_src, 0
+        return group.broadcast([tensor], options)
+
+    def all_reduce(tensor: torch.Tensor, *, op: Any, group: Any, async_op: bool) -> Any:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        return group.allreduce([tensor], options)
+
+    fake = SimpleNamespace(broadcast=broadcast_, all_reduce=all_reduce, ReduceOp=dist.ReduceOp)
+    monkeypatch.setattr(broadcast, "dist", fake)
+
+
+@pytest.mark.usefixtures("raw_groups")
+def test_broadcast_serves_two_engines_twice_and_refuses_together(
+    groups: list[dist.ProcessGroup], stream: Items, expected: Shapes
+) -> None:
+    ends = [BroadcastReceiver(groups[rank], capacity_bytes=CAPACITY, timeout=10) for rank in (1, 2)]
+    sender = BroadcastSender(groups[0], capacity_bytes=CAPACITY, timeout=10)
+    for version in (1, 2):
+        engines = [Worker(lambda end=end: receive_staged(end, expected)) for end in ends]
+        report = sender.send(iter(stream), version=version)
+        for engine in engines:
+            staged = engine.outcome()
+            assert (staged.version, staged.checksum) == (version, report.checksum)
+            assert_same(staged, stream)
+
+    other = {**expected, "norm.weight": (64,)}
+    engines = [Worker(lambda: receive_staged(ends[0], expected)), Worker(lambda: receive_staged(ends[1], other))]
+    with pytest.raises(UserError, match="not committed, an engine could not stage it"):
+        sender.send(iter(stream), version=3)
+    for engine, message in zip(engines, ("not committed", r"norm\.weight"), strict=True):
+        with pytest.raises(UserError, match=message):
+            engine.outcome()
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from stream[:200]
+        raise UserError("is nan")
+
+    engines = [Worker(lambda end=end: receive_staged(end, expected)) for end in ends]
+    with pytest.raises(UserError, match="is nan"):
+        sender.send(broken(), version=4)
+    for engine in engines:
+        with pytest.raises(UserError, match="the sender gave up"):
+            engine.outcome()
+    engines = [Worker(lambda end=end: receive_staged(end, expected)) for end in ends]
+    sender.send(iter(stream), version=5)
+    assert [engine.outcome().version for engine in engines] == [5, 5]
