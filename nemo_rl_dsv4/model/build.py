@@ -105,7 +105,8 @@ def materialize(model: torch.nn.Module, device: torch.device) -> torch.nn.Module
         return model
     model.to_empty(device=device)
     held = set(model.state_dict())
-    for path, module in model.named_modules():
+    for wrapped_path, module in model.named_modules():
+        path = wrapped_path.replace("_checkpoint_wrapped_module.", "")  # a state dict has no activation checkpointing
         for name, buffer in module.named_buffers(recurse=False):
             if (f"{path}.{name}" if path else name) in held:
                 continue

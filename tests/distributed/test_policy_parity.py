@@ -20,6 +20,7 @@ from nemo_rl_dsv4.model.release_writer import write_release_checkpoint
 from nemo_rl_dsv4.policy.group import PolicyGroup
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec
+from nemo_rl_dsv4.routes import RouterMode
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -199,3 +200,36 @@ def test_a_checkpoint_restores_at_another_layout(groups, checkpoint, tmp_path, s
     torch.testing.assert_close(found["loss"], expected["loss"], rtol=0, atol=1e-6)
     torch.testing.assert_close(found["grad_norm"], expected["grad_norm"], rtol=1e-5, atol=0)
     assert found["lr"] == expected["lr"]
+
+
+def replayed_step(group, data):
+    """Logprobs and one training step with the rollout's experts replayed."""
+    data = dict(data)
+    data["generation_logprobs"] = data["prev_logprobs"] = group.get_logprobs(data)["logprobs"]
+    return data["prev_logprobs"], group.train(data, ClippedPGLoss(SETTINGS))
+
+
+def test_two_processes_replay_what_one_does(groups, checkpoint, training_once):
+    """C064: routes are cut like tokens. Half of a row's routes, the wrong half, would change every logprob.
+
+    Context and expert parallel with activation checkpointing against one process without; gaps in the capture included.
+    """
+    generator = torch.Generator().manual_seed(7)
+    data = rollouts()
+    width = data["input_ids"].shape[1]
+    routes = torch.rand(ROWS, width, 5, 8, generator=generator).argsort(-1)[..., :2].to(torch.int16)
+    routes[:, :, 0] = training_once["model.layers.0.mlp.gate.tid2eid"][data["input_ids"]].to(torch.int16)
+    routes[torch.arange(width) >= data["input_lengths"].unsqueeze(1) - 1] = -1
+    routes[3, 5:9, 2] = -1
+    data["routed_experts"] = routes
+    found = {}
+    for world, sizes in ((1, ParallelSizes(1)), (2, ParallelSizes(2, cp=2, ep=2))):
+        options = {"router": RouterMode.REPLAY, "activation_checkpointing": world == 2}
+        groups[world].build(spec(checkpoint, sizes, qat=False, **options), global_batch_size=ROWS)
+        found[world] = replayed_step(groups[world], data)
+    (one_logprobs, one), (two_logprobs, two) = found[1], found[2]
+    torch.testing.assert_close(two_logprobs, one_logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(two["loss"], one["loss"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(two["grad_norm"], one["grad_norm"], rtol=1e-4, atol=0)
+    assert two["router"][2:] == one["router"][2:] and one["router"].missing == 4
+    assert two["router"].shared == pytest.approx(one["router"].shared, rel=1e-2)  # choices may flip at a tie

@@ -8,7 +8,7 @@ from nemo_automodel.components.moe.experts import swiglu_clamped_deepep
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.model.build import build_model, resolve_dtype
+from nemo_rl_dsv4.model.build import build_model, materialize, resolve_dtype
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config, transformers_config
 from nemo_rl_dsv4.model.official_names import expected_tensors, tensor_kind
 
@@ -89,3 +89,15 @@ def test_expert_outputs_are_summed_in_float32(tiny_config):
 def test_an_unknown_precision_is_named():
     with pytest.raises(UserError, match="policy.precision is 'float16'; wanted one of"):
         resolve_dtype("float16")
+
+
+def test_a_checkpointed_model_on_the_meta_device_gets_its_memory(tiny_config):
+    """Activation checkpointing puts a wrapper into module paths but not into the state dict; tid2eid was not found."""
+    from nemo_automodel.components.moe.parallelizer import apply_ac
+
+    small = tiny_config | {"num_hidden_layers": 2, "compress_ratios": [0, 4]}
+    model = build_model(automodel_config(small), device=torch.device("meta"))
+    apply_ac(model)
+    materialize(model, torch.device("cpu"))
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert torch.isfinite(model.model.rotary_emb.inv_freq).all()
