@@ -7,43 +7,94 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayActorError
 
 from nemo_rl_dsv4.generation.completion import Completion
 from nemo_rl_dsv4.generation.sampling import SamplingParams
 from nemo_rl_dsv4.routes import ROUTED_EXPERTS, pack_routes
 from nemo_rl_dsv4.utils.ray_calls import get, kill
 
+MAX_RESTARTS = 3
+"""Engines that a run starts again before it gives up."""
+
+log = logging.getLogger(__name__)
+
 
 class EngineGroup:
     """A rollout on several engines of one kind.
 
+    An engine whose process dies is started again with the weights that all engines hold, and its requests run again:
+    their random numbers depend on seed and row alone, so the batch is the one that would have come without the death.
+
     Args:
-        actors: engines; each has `generate(prompts, params, seed, request_ids)`, returning `Completion`s.
+        start: starts the process of one engine: an actor with `build(spec)`, `update_weights(weights)` and
+            `generate(prompts, params, seed, request_ids)`, which returns `Completion`s.
+        engines: how many.
         params: the recipe's sampling parameters.
         pad_id: id that fills `output_ids` behind a response.
         on_progress: called with the number of responses each time some are finished.
+        timeout: most seconds without any engine finishing a task; None waits for ever.
     """
-
-    batch_size: int
-    """Most requests of one task."""
-    capture_routes: bool
-    """Whether completions carry routed experts."""
 
     def __init__(
         self,
-        actors: list[Any],
+        start: Callable[[], Any],
+        engines: int,
         params: SamplingParams,
         *,
         pad_id: int,
         on_progress: Callable[[int], None] | None = None,
+        timeout: float | None = None,
     ) -> None:
-        self.actors, self.params, self.pad_id, self.on_progress = actors, params, pad_id, on_progress
+        self.params, self.pad_id, self.on_progress, self.timeout = params, pad_id, on_progress, timeout
+        self.restarts = 0
+        self._start, self._spec, self._weights = start, None, None
+        self.actors = [start() for _ in range(engines)]
+
+    def build(self, spec: Any) -> Any:
+        """Give every engine its settings; return what one says of itself.
+
+        Args:
+            spec: has `batch_size`, the most requests of one task, and `capture_routes`.
+        """
+        self._spec, self._weights = spec, None
+        return get([actor.build.remote(spec) for actor in self.actors])[0]
+
+    def update_weights(self, weights: Any) -> dict[str, float]:
+        """Load exported weights (or a Ray reference to them) into every engine.
+
+        Returns:
+            Numbers of the refit report.
+
+        Raises:
+            UserError: the stream was incomplete or damaged, or an engine received other bytes than the policy sent;
+                engines that refused it keep the weights they had.
+        """
+        self._weights = weights if isinstance(weights, ray.ObjectRef) else ray.put(weights)
+        reports = get([actor.update_weights.remote(self._weights) for actor in self.actors])
+        return {key: float(value) for key, value in reports[0].items() if isinstance(value, (int, float))}
+
+    def _revive(self, dead: Any, error: Exception) -> Any:
+        """Start an engine in the place of a dead one, at the same policy version."""
+        self.restarts += 1
+        if self.restarts > MAX_RESTARTS:
+            raise RuntimeError(
+                f"rollout engines died {self.restarts} times in this run; not started again ({error})"
+            ) from error
+        log.warning("a rollout engine died (%s); starting it again with the current weights", error)
+        actor = self._start()
+        get([actor.build.remote(self._spec)])
+        if self._weights is not None:
+            get([actor.update_weights.remote(self._weights)])
+        self.actors[self.actors.index(dead)] = actor
+        return actor
 
     def generate(
         self, data: Mapping[str, torch.Tensor], *, greedy: bool, seed: int, **sampling: Any
@@ -78,7 +129,7 @@ class EngineGroup:
     ) -> Iterator[tuple[list[int], list[Completion]]]:
         """Yield (rows, completions) as engines finish. Rows of similar length share a task."""
         order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), row))
-        share = max(1, min(self.batch_size, -(-len(order) // len(self.actors))))
+        share = max(1, min(self._spec.batch_size, -(-len(order) // len(self.actors))))
         tasks = [order[start : start + share] for start in range(0, len(order), share)]
         idle, running = list(self.actors), {}
         while tasks or running:
@@ -86,10 +137,21 @@ class EngineGroup:
                 rows, actor = tasks.pop(), idle.pop()
                 ref = actor.generate.remote([prompts[row] for row in rows], params, seed, rows)
                 running[ref] = (rows, actor)
-            (ref, *_), _ = ray.wait(list(running), num_returns=1)
-            rows, actor = running.pop(ref)
+            finished, _ = ray.wait(list(running), num_returns=1, timeout=self.timeout)
+            if not finished:
+                raise RuntimeError(
+                    f"no rollout engine finished a task within {self.timeout:g} s; {len(running)} of them are busy "
+                    f"with {sum(len(rows) for rows, _ in running.values())} requests"
+                )
+            rows, actor = running.pop(finished[0])
+            try:
+                completions = get(finished)[0]
+            except RayActorError as error:
+                idle.append(self._revive(actor, error))
+                tasks.append(rows)
+                continue
             idle.append(actor)
-            yield rows, get([ref])[0]
+            yield rows, completions
 
     def _collate(
         self, data: Mapping[str, torch.Tensor], done: list[Completion], new_tokens: int
@@ -111,7 +173,7 @@ class EngineGroup:
             "logprobs": logprobs,
             "truncated": torch.tensor([completion.truncated for completion in done]),
         }
-        if self.capture_routes:
+        if self._spec.capture_routes:
             routes = [completion.routed_experts for completion in done]
             output[ROUTED_EXPERTS] = pack_routes(routes, (lengths + generated).tolist(), width + new_tokens)
         return output

@@ -11,7 +11,7 @@ import torch
 
 from nemo_rl_dsv4.generation.engine_group import EngineGroup
 from nemo_rl_dsv4.generation.sampling import SamplingParams
-from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, get
+from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS
 
 if TYPE_CHECKING:
     from nemo_rl_dsv4.refit.wire import Shipment
@@ -105,26 +105,13 @@ class ReferenceGeneration(EngineGroup):
         num_workers: int = 1,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        actors = [ReferenceActor.options(**CPU_WORKER_OPTIONS).remote() for _ in range(num_workers)]
-        super().__init__(actors, params, pad_id=pad_id, on_progress=on_progress)
-
-    def build(self, spec: ReferenceSpec) -> dict[str, int]:
-        """Build every engine; return the rounded sites of one."""
-        self.batch_size, self.capture_routes = spec.batch_size, spec.capture_routes
-        return get([actor.build.remote(spec) for actor in self.actors])[0]
-
-    def update_weights(self, stream: Any) -> dict[str, float]:
-        """Load exported weights (or a Ray reference to them) into every engine.
-
-        Returns:
-            Numbers of the refit report.
-
-        Raises:
-            UserError: the stream was incomplete or damaged, or an engine received other bytes than the policy sent;
-                engines that refused it keep the weights they had.
-        """
-        reports = get([actor.update_weights.remote(stream) for actor in self.actors])
-        return {key: float(value) for key, value in reports[0].items() if isinstance(value, (int, float))}
+        super().__init__(
+            ReferenceActor.options(**CPU_WORKER_OPTIONS).remote,
+            num_workers,
+            params,
+            pad_id=pad_id,
+            on_progress=on_progress,
+        )
 
     def prepare_for_generation(self) -> None:
         """Nothing to wake on a CPU."""

@@ -1,0 +1,125 @@
+"""Dealing requests over engines: order, progress, a dying engine, a silent one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from nemo_rl_dsv4.generation import engine_group
+from nemo_rl_dsv4.generation.engine_group import EngineGroup
+
+
+@dataclass
+class Spec:
+    """`dies`: files; while one exists the engine that finds it removes it and dies."""
+
+    batch_size: int = 2
+    capture_routes: bool = False
+    sleeps: float = 0.0
+    dies: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Params:
+    """As much of the sampling parameters as the group reads; the engines then import no torch, which takes seconds."""
+
+    max_new_tokens: int = 3
+    temperature: float = 1.0
+
+
+@ray.remote
+class Echo:
+    """Answers a prompt with its length, the version of its weights, and the seed."""
+
+    def build(self, spec: Spec) -> str:
+        self.spec, self.version = spec, 0
+        return "echo"
+
+    def update_weights(self, version: int) -> dict[str, Any]:
+        self.version = version
+        return {"bytes": 8, "checksum": "not a number"}
+
+    def generate(self, prompts: list[list[int]], params: Any, seed: int, rows: list[int]) -> list[Any]:
+        for path in self.spec.dies:
+            if os.path.exists(path):
+                os.remove(path)
+                os._exit(1)
+        time.sleep(self.spec.sleeps)
+        made = [[len(prompt), self.version, seed + row] for prompt, row in zip(prompts, rows, strict=True)]
+        return [SimpleNamespace(tokens=tokens, logprobs=[-1.0] * 3, truncated=False) for tokens in made]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def group(spec: Spec, **options: Any) -> EngineGroup:
+    made = EngineGroup(Echo.options(num_cpus=0.1).remote, 2, Params(), pad_id=0, **options)
+    assert made.build(spec) == "echo"
+    assert made.update_weights(7) == {"bytes": 8.0}
+    return made
+
+
+def answers(rollout: EngineGroup) -> list[list[int]]:
+    lengths = torch.tensor([3, 1, 2, 4, 2])
+    data = {"input_ids": torch.ones(5, 4, dtype=torch.long), "input_lengths": lengths}
+    out = rollout.generate(data, greedy=False, seed=10)
+    assert out["output_ids"].shape == (5, 7)
+    assert out["unpadded_sequence_lengths"].tolist() == (lengths + 3).tolist()
+    return [out["output_ids"][row, n : n + 3].tolist() for row, n in enumerate(lengths.tolist())]
+
+
+WANTED = [[3, 7, 10], [1, 7, 11], [2, 7, 12], [4, 7, 13], [2, 7, 14]]
+
+
+def test_rows_come_back_in_order_whoever_answered() -> None:
+    seen: list[int] = []
+    rollout = group(Spec(), on_progress=seen.append)
+    assert answers(rollout) == WANTED
+    assert sorted(seen) == [1, 2, 2]
+    rollout.shutdown()
+
+
+def test_a_dead_engine_is_replaced_at_the_same_policy_version(tmp_path: Path) -> None:
+    """Its requests run again with the same draws; the batch is the one without a death."""
+    (tmp_path / "die").touch()
+    rollout = group(Spec(dies=[str(tmp_path / "die")]))
+    before = list(rollout.actors)
+    assert answers(rollout) == WANTED
+    assert rollout.restarts == 1
+    assert len(set(map(str, before)) & set(map(str, rollout.actors))) == 1
+    rollout.shutdown()
+
+
+def test_engines_that_keep_dying_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_group, "MAX_RESTARTS", 1)
+    files = [tmp_path / str(n) for n in range(4)]
+    for path in files:
+        path.touch()
+    rollout = group(Spec(dies=[str(path) for path in files]))
+    with pytest.raises(RuntimeError, match="died 2 times"):
+        answers(rollout)
+    rollout.shutdown()
+
+
+def test_engines_that_hang_end_the_run() -> None:
+    rollout = group(Spec(sleeps=30.0), timeout=0.5)
+    with pytest.raises(
+        RuntimeError, match=r"no rollout engine finished a task within 0.5 s; 2 of them are busy with 3 requests"
+    ):
+        answers(rollout)
+    rollout.shutdown()
