@@ -4,7 +4,7 @@
     python benchmarks/refit.py --experts 8 --hidden 512 --width 256 --repeats 2      also runs on a CPU
 
 Three ways, all from a stack of BF16 experts as training holds them to FP8 stacks and scales as an engine holds them:
-  direct      export, and copy each tensor into the engine's buffers
+  direct      export, and copy the tensors into the engine's buffers, a bucket at a time
   buckets     export, pack into buckets with checksums, check them, copy into the engine's buffers
   plain       tensor by tensor in torch: amax, scale, divide, cast, copy
 GB/s counts the bytes of the BF16 input; copy is torch's copy_ of the same input, counted alike. Extrapolation:
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl_dsv4.refit.buckets import numbered_buckets
+from nemo_rl_dsv4.refit.buckets import numbered_buckets, pack_buckets
 from nemo_rl_dsv4.refit.export import export_weights
 from nemo_rl_dsv4.refit.manifest import read_bucket, write_bucket
 
@@ -43,15 +43,25 @@ class EngineBuffers:
         self.w13, self.w13_scale = stack(2 * width, hidden)
         self.w2, self.w2_scale = stack(hidden, width)
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy one official tensor to its place."""
+    def write_all(self, items: list[tuple[str, torch.Tensor]]) -> None:
+        """Copy official tensors to their places: one launch for all codes and one for all scales."""
+        for codes in (True, False):
+            some = [(self.place(n), t) for n, t in items if (t.dtype != torch.float32) == codes]
+            if some:
+                targets, sources = (list(side) for side in zip(*some, strict=True))
+                if codes:
+                    targets, sources = ([t.view(torch.uint8) for t in side] for side in (targets, sources))
+                torch._foreach_copy_(targets, sources)
+
+    def place(self, name: str) -> torch.Tensor:
+        """View of the buffer where one official tensor belongs."""
         expert, part, kind = name.split(".experts.")[1].split(".")
         codes, scale = (self.w2, self.w2_scale) if part == "w2" else (self.w13, self.w13_scale)
         target = (codes if kind == "weight" else scale)[int(expert)]
-        if part != "w2":
-            half = target.shape[0] // 2
-            target = target[:half] if part == "w1" else target[half:]
-        target.copy_(tensor)
+        if part == "w2":
+            return target
+        half = target.shape[0] // 2
+        return target[:half] if part == "w1" else target[half:]
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.w13, self.w13_scale, self.w2, self.w2_scale]
@@ -59,11 +69,10 @@ class EngineBuffers:
 
 def direct(state: dict[str, torch.Tensor], engine: EngineBuffers, capacity: int) -> int:
     """Returns the bytes moved to the engine."""
-    del capacity
     moved = 0
-    for name, tensor in export_weights(state, "vllm-hopper"):
-        engine.write(name, tensor)
-        moved += tensor.numel() * tensor.element_size()
+    for items in pack_buckets(export_weights(state, "vllm-hopper"), capacity):
+        engine.write_all(items)
+        moved += sum(tensor.numel() * tensor.element_size() for _, tensor in items)
     return moved
 
 
@@ -72,8 +81,7 @@ def buckets(state: dict[str, torch.Tensor], engine: EngineBuffers, capacity: int
     moved = 0
     for index, items, last in numbered_buckets(export_weights(state, "vllm-hopper"), capacity):
         manifest = write_bucket(items, buffer, version=1, index=index, last=last)
-        for name, tensor in read_bucket(manifest, buffer):
-            engine.write(name, tensor)
+        engine.write_all(list(read_bucket(manifest, buffer)))
         moved += manifest.bytes
     return moved
 
@@ -95,8 +103,8 @@ def plain(state: dict[str, torch.Tensor], engine: EngineBuffers, capacity: int) 
                 scale = torch.where(amax == 0, 1.0, scale)
                 codes = (blocks / scale[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(rows, cols)
                 stem = f"layers.3.ffn.experts.{expert}.{part}"
-                engine.write(f"{stem}.weight", codes)
-                engine.write(f"{stem}.scale", scale)
+                engine.place(f"{stem}.weight").copy_(codes)
+                engine.place(f"{stem}.scale").copy_(scale)
                 moved += codes.numel() + 4 * scale.numel()
     return moved
 

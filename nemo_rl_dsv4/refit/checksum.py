@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -27,7 +27,24 @@ def item_checksums(items: Iterable[tuple[str, torch.Tensor]]) -> list[int]:
     if not pairs:
         return []
     sums = torch.stack([_device_checksum(tensor) for _, tensor in pairs]).tolist()
-    return [_with_head(name, tensor, value) for (name, tensor), value in zip(pairs, sums, strict=True)]
+    return [with_head(name, tensor.dtype, tensor.shape, v) for (name, tensor), v in zip(pairs, sums, strict=True)]
+
+
+def range_checksums(buffer: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """`bytes_checksum` of byte ranges of a buffer, in one pass.
+
+    Args:
+        buffer: uint8 [bytes], a multiple of 4 where it is on a GPU.
+        ranges: (first byte, number of bytes); first bytes are multiples of 4, and bytes between the end of a range and
+            the next multiple of 4 are zero.
+    """
+    if buffer.is_cuda:
+        from nemo_rl_dsv4.numerics.fused.word_sums import word_sums
+
+        words = buffer[: buffer.numel() // 4 * 4].view(torch.int32)
+        starts, counts = [start // 4 for start, _ in ranges], [-(-size // 4) for _, size in ranges]
+        return word_sums(words, starts, counts).tolist()
+    return [int(_device_checksum(buffer[start : start + size])) for start, size in ranges]
 
 
 def item_checksum(name: str, tensor: torch.Tensor) -> int:
@@ -35,8 +52,9 @@ def item_checksum(name: str, tensor: torch.Tensor) -> int:
     return item_checksums([(name, tensor)])[0]
 
 
-def _with_head(name: str, tensor: torch.Tensor, value: int) -> int:
-    head = f"{name}|{tensor.dtype}|{list(tensor.shape)}".encode()
+def with_head(name: str, dtype: torch.dtype, shape: Sequence[int], value: int) -> int:
+    """An item's checksum from that of its bytes (modulo 2^64)."""
+    head = f"{name}|{dtype}|{list(shape)}".encode()
     return (value * 0x9E3779B97F4A7C15 + zlib.crc32(head) * 0xC2B2AE3D27D4EB4F) % 2**64
 
 

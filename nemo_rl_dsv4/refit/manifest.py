@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.refit.checksum import item_checksums
+from nemo_rl_dsv4.refit.checksum import range_checksums, with_head
 
 ALIGNMENT = 16
 """Bytes; every tensor starts at a multiple of it, so that it can be viewed in its own dtype."""
@@ -88,16 +88,33 @@ def write_bucket(
     Raises:
         UserError: the buffer is too small.
     """
-    entries, offset = [], 0
-    for (name, tensor), checksum in zip(items, item_checksums(items), strict=True):
+    places, offset = [], 0
+    for name, tensor in items:
         size = tensor.numel() * tensor.element_size()
-        if offset + size > buffer.numel():
+        if offset + padded(size) > buffer.numel():
             raise UserError(f"refit: bucket {index} needs {offset + size} bytes at {name}; it has {buffer.numel()}")
-        raw = tensor.detach().contiguous().flatten().view(torch.uint8)
-        buffer[offset : offset + size].copy_(raw)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(Entry(name, dtype, tuple(tensor.shape), offset, size, checksum))
+        places.append((offset, size))
+        if size % ALIGNMENT:
+            buffer[offset + size : offset + padded(size)].zero_()
         offset += padded(size)
+    sources = [tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in items]
+    targets = [buffer[start : start + size] for start, size in places]
+    if buffer.is_cuda and all(source.device == buffer.device for source in sources):
+        torch._foreach_copy_(targets, sources)  # one launch for all of them
+    else:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+    entries = [
+        Entry(
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            start,
+            size,
+            with_head(name, tensor.dtype, tensor.shape, value),
+        )
+        for (name, tensor), (start, size), value in zip(items, places, range_checksums(buffer, places), strict=True)
+    ]
     return Manifest(version, index, last, tuple(entries))
 
 
@@ -108,7 +125,9 @@ def read_bucket(manifest: Manifest, buffer: torch.Tensor) -> Iterator[tuple[str,
         UserError: an entry that does not fit, an unknown dtype, or bytes that changed on the way.
     """
     views = [(entry.name, _view(entry, buffer)) for entry in manifest.entries]
-    for entry, found in zip(manifest.entries, item_checksums(views), strict=True):
+    sums = range_checksums(buffer, [(entry.offset, entry.bytes) for entry in manifest.entries])
+    for entry, (_, view), value in zip(manifest.entries, views, sums, strict=True):
+        found = with_head(entry.name, view.dtype, view.shape, value)
         if found != entry.checksum:
             raise UserError(
                 f"refit: tensor {entry.name!r} of bucket {manifest.index} arrived with checksum {found:016x}, sent "

@@ -12,7 +12,18 @@ def load() -> dict[str, ModuleType]:
     """Fresh copies of the kernel modules whose @triton.jit functions are interpreted, by their last name."""
     import triton  # noqa: F401  imported before the switch: its own library must stay compiled
 
-    names = ("shapes", "rounding", "groups", "group_bytes", "kv", "weights", "swiglu", "rotary")
+    names = (
+        "shapes",
+        "rounding",
+        "groups",
+        "group_bytes",
+        "kv",
+        "weights",
+        "swiglu",
+        "rotary",
+        "transpose",
+        "word_sums",
+    )
     saved = {name: module for name, module in sys.modules.items() if name.startswith(PACKAGE)}
     before = os.environ.get("TRITON_INTERPRET")
     for name in saved:
