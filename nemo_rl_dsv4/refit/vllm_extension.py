@@ -25,9 +25,11 @@ from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.hf_config import read_config
 from nemo_rl_dsv4.model.official_names import expected_tensors
 from nemo_rl_dsv4.refit.live import Checks, LiveRefit
-from nemo_rl_dsv4.refit.report import RefitReport, Stream
+from nemo_rl_dsv4.refit.report import Stream
 from nemo_rl_dsv4.refit.staging import StagedWeights
 from nemo_rl_dsv4.refit.transport.file import read_folder
+from nemo_rl_dsv4.refit.transport.protocol import receive_staged
+from nemo_rl_dsv4.refit.transport.shared import Address, SharedReceiver
 from nemo_rl_dsv4.refit.vllm_layout import VllmLayout
 from nemo_rl_dsv4.refit.vllm_symbols import BROADCAST, SINKS, check_vllm
 
@@ -147,14 +149,35 @@ class RefitWorkerExtension:
         Raises:
             UserError: see `LiveRefit.apply`; the engine keeps its old weights while the set is not complete.
         """
-        refit = self._dsv4_refit
-        if refit is None:
-            raise UserError("refit: call dsv4_refit_prepare once after the engine has started")
+        refit = self._dsv4_prepared()
         staged = StagedWeights(refit.engine.expected, stage_on)  # type: ignore[attr-defined]
         for manifest, buffer in read_folder(Path(folder), timeout=timeout):
             staged.add(manifest, buffer)
-        report: RefitReport = refit.apply(staged, skip_repointing=skip_repointing)
-        return report.to_dict()
+        return refit.apply(staged, skip_repointing=skip_repointing).to_dict()
+
+    def dsv4_refit_from_sender(
+        self, socket: str, key: str, stage_on: str = "cpu", timeout: float = 600.0
+    ) -> dict[str, object]:
+        """Load one refit of a `SharedSender` on this host (shared memory, or CUDA IPC on the same GPU).
+
+        Every worker of every engine that is refitted together connects; the sender lets all commit or none.
+
+        Args:
+            socket, key: the sender's `address`.
+            stage_on, timeout: as above.
+
+        Raises:
+            UserError: see `receive_staged`; the engine then keeps its old weights.
+        """
+        refit = self._dsv4_prepared()
+        expected = refit.engine.expected  # type: ignore[attr-defined]
+        staged = receive_staged(SharedReceiver(Address(socket, key), timeout=timeout), expected, stage_on)
+        return refit.apply(staged).to_dict()
+
+    def _dsv4_prepared(self) -> LiveRefit:
+        if self._dsv4_refit is None:
+            raise UserError("refit: call dsv4_refit_prepare once after the engine has started")
+        return self._dsv4_refit
 
     def dsv4_refit_version(self) -> dict[str, object]:
         """Policy version of the weights in the engine (None: those it started with), and whether they are whole."""

@@ -11,11 +11,11 @@ import secrets
 import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +61,18 @@ class SharedSender:
         timeout: float = 600.0,
     ) -> None:
         self._capacity, self._receivers, self._timeout = capacity_bytes, receivers, timeout
-        self._folder = Path(tempfile.mkdtemp(prefix="dsv4-refit-"))
+        shared = Path("/dev/shm")
+        self._folder = Path(tempfile.mkdtemp(prefix="dsv4-refit-", dir=shared if shared.is_dir() else None))
+        self._finalize = weakref.finalize(self, shutil.rmtree, self._folder, True)  # also when the process ends
         self.address = Address(str(self._folder / "socket"), secrets.token_hex(16))
         self._listener = Listener(self.address.socket, "AF_UNIX", authkey=bytes.fromhex(self.address.key))
-        self._memories: list[SharedMemory] = []
         self._buffers: list[torch.Tensor] = []
         self._announced: list[Any] = []
-        for _ in range(slots):
+        for slot in range(slots):
             if device is None:
-                memory = SharedMemory(create=True, size=capacity_bytes)
-                self._memories.append(memory)
-                self._buffers.append(torch.frombuffer(memory.buf, dtype=torch.uint8)[:capacity_bytes])
-                self._announced.append(memory.name)
+                path = str(self._folder / f"slot-{slot}")
+                self._buffers.append(_map_file(path, capacity_bytes))
+                self._announced.append((path, capacity_bytes))
             else:
                 from torch.multiprocessing.reductions import reduce_tensor
 
@@ -116,11 +116,7 @@ class SharedSender:
         """Free slots and socket."""
         self._listener.close()
         self._buffers.clear()
-        for memory in self._memories:
-            _release(memory)
-            memory.unlink()
-        self._memories.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._finalize()
 
     def _accept(self) -> list[Connection]:
         socket = self._listener._listener._socket  # type: ignore[attr-defined]
@@ -179,7 +175,6 @@ class SharedReceiver:
                 if time.monotonic() > deadline:
                     raise UserError(f"refit: no sender listens at {address.socket} after {timeout:g} s") from None
                 time.sleep(0.05)
-        self._memories: list[SharedMemory] = []
         self._slots: list[torch.Tensor] = []
 
     def buckets(self) -> Iterator[tuple[Manifest, torch.Tensor]]:
@@ -218,9 +213,6 @@ class SharedReceiver:
         """Unmap the slots and hang up."""
         self._link.close()
         self._slots.clear()
-        for memory in self._memories:
-            _release(memory)
-        self._memories.clear()
 
     def _next(self) -> tuple[Any, ...]:
         try:
@@ -229,29 +221,14 @@ class SharedReceiver:
             raise UserError("refit: the sender hung up before the refit was complete") from None
 
     def _map(self, announced: list[Any]) -> None:
-        for item in announced:
-            if isinstance(item, str):
-                memory = _attach(item)
-                self._memories.append(memory)
-                self._slots.append(torch.frombuffer(memory.buf, dtype=torch.uint8))
-            else:
-                rebuild, arguments = item
-                self._slots.append(rebuild(*arguments))
+        for first, second in announced:
+            # A path and its size, or what rebuilds a CUDA tensor of the sender, and its arguments.
+            self._slots.append(_map_file(first, second) if isinstance(first, str) else first(*second))
 
 
-def _attach(name: str) -> SharedMemory:
-    """Map a segment of another process, which alone removes it."""
-    from multiprocessing import resource_tracker
-
-    memory = SharedMemory(name=name)
-    # Python before 3.13 lets every process that maps a segment remove it at its end.
-    resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]
-    return memory
-
-
-def _release(memory: SharedMemory) -> None:
-    with suppress(BufferError):  # a caller still holds a view; the mapping goes with it
-        memory.close()
+def _map_file(path: str, size: int) -> torch.Tensor:
+    """uint8 [size] over a file in shared memory, made if it does not exist."""
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
 def _receive(link: Connection, timeout: float, who: str) -> tuple[Any, ...]:

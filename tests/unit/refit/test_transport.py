@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -196,6 +200,39 @@ def test_shared_memory_serves_two_engines_twice(sender: SharedSender, stream: It
             staged = engine.outcome()
             assert (staged.version, staged.checksum) == (version, report.checksum)
             assert_same(staged, stream)
+
+
+def test_another_process_maps_the_same_memory(stream: Items, expected: Shapes) -> None:
+    """The engine of a colocated run is another process; nothing is left behind when the sender closes."""
+    program = (
+        "import json, sys\n"
+        "from nemo_rl_dsv4.refit.transport.protocol import receive_staged\n"
+        "from nemo_rl_dsv4.refit.transport.shared import Address, SharedReceiver\n"
+        "given = json.loads(sys.argv[1])\n"
+        "expected = {name: tuple(shape) for name, shape in given['expected'].items()}\n"
+        "staged = receive_staged(SharedReceiver(Address(*given['address']), timeout=60), expected)\n"
+        "print(staged.version, staged.checksum)\n"
+    )
+    sender = SharedSender(capacity_bytes=CAPACITY, timeout=60)
+    folder = Path(sender.address.socket).parent
+    address = [sender.address.socket, sender.address.key]
+    given = json.dumps({"expected": expected, "address": address})
+    root = Path(__file__).parents[3]
+    engine = subprocess.Popen(
+        [sys.executable, "-c", program, given],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    try:
+        report = sender.send(iter(stream), version=9)
+        assert engine.communicate(timeout=60)[0].split() == ["9", report.checksum]
+        assert folder.is_dir()
+    finally:
+        engine.kill()
+        sender.close()
+    assert not folder.exists()
 
 
 def test_at_most_two_buckets_are_in_flight(sender: SharedSender, stream: Items, expected: Shapes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from nemo_rl_dsv4.model.official_names import expected_tensors
 from nemo_rl_dsv4.numerics.packing import pack_ue8m0
 from nemo_rl_dsv4.refit import export_weights
 from nemo_rl_dsv4.refit.transport.file import write_folder
+from nemo_rl_dsv4.refit.transport.shared import SharedSender
 from nemo_rl_dsv4.refit.vllm_extension import RefitWorkerExtension
 from nemo_rl_dsv4.refit.vllm_layout import VllmLayout, kernel_scale, place_of
 from nemo_rl_dsv4.refit.vllm_symbols import check_vllm
@@ -139,6 +141,25 @@ def test_two_refits_through_the_worker(standin: StandIn, small: dict[str, Any], 
         assert standin.skipped == SKIPPED
         assert standin.first.hc_attn_fn_broadcast is derived
         assert torch.equal(derived, standin._broadcast(standin.first))
+
+
+def test_two_refits_from_a_sender_of_this_host(standin: StandIn, small: dict[str, Any]) -> None:
+    sender = SharedSender(capacity_bytes=CAPACITY, timeout=10)
+    standin.worker.dsv4_refit_prepare("all")
+    try:
+        for version in (1, 2):
+            reports: list[Any] = []
+            address = (sender.address.socket, sender.address.key)
+            engine = threading.Thread(
+                target=lambda to=reports, at=address: to.append(standin.worker.dsv4_refit_from_sender(*at, timeout=10))
+            )
+            engine.start()
+            sent = sender.send(iter(weights(small, version)), version=version)
+            engine.join(30)
+            assert (reports[0]["findings"], reports[0]["version"]) == ([], version)
+            assert reports[0]["checksum"] == sent.checksum
+    finally:
+        sender.close()
 
 
 def test_a_failed_load_restores_vllms_state(standin: StandIn, small: dict[str, Any], tmp_path: Path) -> None:
