@@ -13,7 +13,7 @@ from nemo_rl_dsv4.model.official_names import tensor_kind
 from nemo_rl_dsv4.model.quantized_weights import StoredCodes
 from nemo_rl_dsv4.model.stored_weight import require_finite, require_table, scale_grid, scale_name
 from nemo_rl_dsv4.model.weight_rounding import checkpoint_spec
-from nemo_rl_dsv4.numerics import Quantized, QuantSpec, RolloutProfile, quantize, scale_to_e8m0_bytes
+from nemo_rl_dsv4.numerics import Quantized, QuantSpec, RolloutProfile, dequantize, quantize, scale_to_e8m0_bytes
 from nemo_rl_dsv4.numerics.formats import format_of
 from nemo_rl_dsv4.refit.source_scales import keep_source_scale
 
@@ -97,7 +97,15 @@ class Encoder:
             data = data[tuple(_elements(blocks_of_dim, block, count) for blocks_of_dim, block, count in blocks)]
             scale = scale[part]
         # Flattened for strides that a byte view takes: a dim of size 1 may keep any stride otherwise.
-        return Encoded(*(tensor.contiguous().flatten().view(tensor.shape) for tensor in (data, scale.clone())))
+        data, scale = (tensor.contiguous().flatten().view(tensor.shape) for tensor in (data, scale.clone()))
+        if name in self.source_scales:
+            source = self.source_scales[name].to(scale.device)
+            source = source if part is None else source[part]
+            if not torch.equal(source, scale):
+                same = Quantized(data, scale, spec, data.shape)
+                same = keep_source_scale(same, dequantize(same, torch.float32), source)
+                data, scale = same.data, same.scale
+        return Encoded(data, scale)
 
     def encode_stack(self, names: Sequence[str], values: torch.Tensor) -> list[Encoded]:
         """Encode tensors of one shape at once: [number, out, in], any strides. Scales are checked together.

@@ -54,7 +54,8 @@ def export_weights(
         source_scales: scales of the checkpoint the weights came from (`SourceScales`). Blocks that training has not
             changed are then sent with the checkpoint's own bytes; without them, with its values.
         stored: codes and scales that training already computes with, on the rank that holds them (`stored_codes`).
-            They are sent as they are and nothing is quantized again; they go before `source_scales`.
+            They are sent as they are and nothing is quantized again; only a block whose values `source_scales` holds as
+            well goes with the checkpoint's bytes.
 
     Raises:
         UserError: a name that is not the layout's; a NaN or infinite element (tensor and index or block named); an

@@ -58,10 +58,10 @@ class VllmEngine:
             raise UserError(f"refit: the engine serves model_type {model_type!r}; wanted 'deepseek_v4'")
         self.expected = expected_tensors(_official_config(worker.vllm_config.model_config))
         parallel = importlib.import_module("vllm.distributed.parallel_state")
-        rank = parallel.get_tensor_model_parallel_rank()
+        rank, size = parallel.get_tensor_model_parallel_rank(), parallel.get_tensor_model_parallel_world_size()
         in_experts = worker.vllm_config.parallel_config.enable_expert_parallel
         expert_rank = parallel.get_ep_group().rank_in_group if in_experts else None
-        self._layout = VllmLayout(self.model, self.expected, rank, expert_rank)
+        self._layout = VllmLayout(self.model, self.expected, rank, size, expert_rank)
         self._derived = [m for m in self.model.modules() if isinstance(getattr(m, BROADCAST, None), torch.Tensor)]
         self._sinks = [p.data for name, p in self.model.named_parameters() if name.endswith(f".{SINKS}")]
         bare = any(

@@ -78,6 +78,7 @@ class VllmLayout:
         model: its `DeepseekV4ForCausalLM`.
         expected: official name -> unquantized shape.
         tensor_rank: this worker's tensor-parallel rank.
+        tensor_size: number of tensor-parallel ranks.
         expert_rank: this worker's expert-parallel rank, or None without expert parallelism.
     """
 
@@ -86,10 +87,11 @@ class VllmLayout:
         model: torch.nn.Module,
         expected: Mapping[str, tuple[int, ...]],
         tensor_rank: int = 0,
+        tensor_size: int = 1,
         expert_rank: int | None = None,
     ) -> None:
         self._model, self._expected = model, dict(expected)
-        self._rank, self._expert_rank = tensor_rank, expert_rank
+        self._rank, self._size, self._expert_rank = tensor_rank, tensor_size, expert_rank
 
     def read_back(self, name: str) -> tuple[torch.Tensor, tuple[slice, ...]] | None:
         """Values of one official tensor as the kernels see them, and the part of it this worker holds.
@@ -115,6 +117,8 @@ class VllmLayout:
         values = weight if scale is None else _dequantize(weight, scale)
         if place.fused:
             values = self._half(values, name, place)
+        if name.endswith("attn_sink"):  # padded to the kernel's tile: the size does not tell a rank's heads
+            values = values[: shape[0] // self._size]
         return _own_part(values, shape, self._rank)
 
     def _half(self, values: torch.Tensor, name: str, place: Place) -> torch.Tensor:

@@ -36,6 +36,8 @@ SYMBOLS = (
     Symbol(f"{_RELOAD}.meta", "SKIP_TENSORS"),
     Symbol("vllm.config", "set_current_vllm_config", ("vllm_config",)),
     Symbol("vllm.distributed.parallel_state", "get_tensor_model_parallel_rank"),
+    Symbol("vllm.distributed.parallel_state", "get_tensor_model_parallel_world_size"),
+    Symbol("vllm.distributed.parallel_state", "get_ep_group"),
     Symbol("vllm.v1.worker.gpu_worker", "Worker"),
 )
 WORKER_METHODS = ("reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up")

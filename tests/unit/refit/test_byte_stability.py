@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from nemo_rl_dsv4.model.official_names import tensor_kind
+from nemo_rl_dsv4.model.quantized_weights import StoredCodes
 from nemo_rl_dsv4.model.stored_weight import decode_weight, is_quantized, scale_name
 from nemo_rl_dsv4.numerics import PROFILES, Quantized, QuantSpec, dequantize, get_profile, quantize
 from nemo_rl_dsv4.numerics.conversions import e4m3fn_to_fnuz
-from nemo_rl_dsv4.refit import SourceScales, export_tensor
+from nemo_rl_dsv4.refit import SourceScales, export_tensor, export_weights
 from nemo_rl_dsv4.refit.source_scales import keep_source_scale
 
 NAMES = ("layers.0.attn.wq_b.weight", "layers.1.ffn.experts.3.w2.weight")
@@ -75,6 +76,27 @@ def test_a_trained_block_gets_the_profiles_own_scale() -> None:
     plain = dict(export_tensor(name, value, profile))
     values = [decode_weight(name, s[name], s[scale_name(name)], torch.float32) for s in (sent, plain)]
     assert torch.equal(*values)
+
+
+def test_codes_of_training_keep_the_checkpoints_bytes_too() -> None:
+    """QAT quantizes by the profile's rule: the same values as the checkpoint, in one block of twenty other bytes."""
+    name, profile = NAMES[0], get_profile("vllm-hopper")
+    data, scale = random_release(name, QuantSpec("e4m3fn", (128, 128), "ue8m0"))
+    value = decode_weight(name, data, scale, torch.float32)
+    value[0, 0] = value[0, 0] * 1.03  # one trained block
+    training = quantize(value, QuantSpec("e4m3fn", (128, 128), "ue8m0"))
+    assert not torch.equal(training.scale, scale)
+    stored = {name: StoredCodes(training.data, training.scale, training.spec)}
+    key = "model.layers.0.self_attn.wq_b.weight"
+    sent = dict(export_weights({key: value}, profile, source_scales=SourceScales([(name, scale)]), stored=stored))
+    plain = dict(export_weights({key: value}, profile, stored=stored))
+    assert torch.equal(plain[name].view(torch.uint8), training.data.view(torch.uint8))
+    values = [decode_weight(name, s[name], s[scale_name(name)], torch.float32) for s in (sent, plain)]
+    assert torch.equal(*values)
+    trained = torch.zeros(scale.shape, dtype=torch.bool)
+    trained[0, 0] = True
+    assert torch.equal(sent[scale_name(name)][~trained], scale[~trained])
+    assert torch.equal(sent[name][128:].view(torch.uint8), data[128:].view(torch.uint8))
 
 
 def test_a_scale_too_small_for_the_weights_is_not_kept() -> None:

@@ -77,7 +77,11 @@ class StandIn:
             layerwise.__dict__,
         )
         layerwise.__dict__["hook"] = lambda event: self.calls.append((event, "attn_sink" in self.skipped))
-        parallel = SimpleNamespace(get_tensor_model_parallel_rank=lambda: 0)
+        parallel = SimpleNamespace(
+            get_tensor_model_parallel_rank=lambda: 0,
+            get_tensor_model_parallel_world_size=lambda: 1,
+            get_ep_group=lambda: SimpleNamespace(rank_in_group=0),
+        )
         worker = type("Worker", (), dict.fromkeys(("reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up"), print))
         config_module = types.ModuleType("config")
         exec(
@@ -288,7 +292,14 @@ def test_tensor_parallel_ranks_read_back_their_part() -> None:
     embed: Any = model.get_submodule("model.embed_tokens")
     embed.weight = torch.nn.Parameter(torch.ones(64, 8), requires_grad=False)
 
-    layout = VllmLayout(model, expected, tensor_rank=1)
+    expected["layers.0.attn.attn_sink"] = (16,)
+    attn: Any = model.get_submodule("model.layers.0.attn")
+    attn.attn_sink = torch.nn.Parameter(torch.full((64,), -torch.inf), requires_grad=False)  # 8 heads padded to 64
+    attn.attn_sink.data[:8] = torch.arange(8.0)
+    layout = VllmLayout(model, expected, tensor_rank=1, tensor_size=2)
+    values, where = layout.read_back("layers.0.attn.attn_sink") or (None, None)
+    assert where == (slice(8, 16),)
+    assert torch.equal(values, torch.arange(8.0))  # type: ignore[arg-type]
     values, where = layout.read_back("layers.0.attn.wo_b.weight") or (None, None)
     assert where == (slice(0, 128), slice(256, 512))
     assert torch.equal(values, full[:, 256:] * 0.5)  # type: ignore[arg-type]
