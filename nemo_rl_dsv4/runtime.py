@@ -25,8 +25,8 @@ from nemo_rl_dsv4.config.topology import packed_length
 from nemo_rl_dsv4.data import Tokenizer
 from nemo_rl_dsv4.environments import MathEnvironment
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.generation.group import ReferenceGeneration, ReferenceSpec
-from nemo_rl_dsv4.generation.sampling import SamplingParams
+from nemo_rl_dsv4.generation.group import ReferenceSpec
+from nemo_rl_dsv4.generation.vllm import detect_profile
 from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore
 from nemo_rl_dsv4.grpo.phases import Phases
 from nemo_rl_dsv4.grpo.settings import CheckpointSettings, TrainerSettings
@@ -36,6 +36,7 @@ from nemo_rl_dsv4.policy.group import PolicyGroup
 from nemo_rl_dsv4.policy.packing import Packing
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec
+from nemo_rl_dsv4.rollout_engines import check_one_host, start_engines, vllm_spec
 from nemo_rl_dsv4.routes import RouterMode
 from nemo_rl_dsv4.utils.console import RunConsole, make_console, print_summary
 from nemo_rl_dsv4.utils.metrics_file import read_steps
@@ -67,6 +68,7 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
     refused = not_implemented(config, runtime)
     if refused:
         raise UserError(refused[0])
+    check_one_host(config)
     console = make_console()
     if resume is not None:
         resumed_store(TrainerSettings.from_config(config).checkpointing, resume).latest()
@@ -78,22 +80,19 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
     settings = TrainerSettings.from_config(config)
     warn_of_biased_sampling(config, console)
     with ray_cluster(config):
+        config = with_profile(config)
         group = PolicyGroup(config.world_size, device="cuda" if config.cluster.gpus_per_node else "cpu")
         progress_bars = RunConsole(console, config.grpo.max_num_steps)
         phases = Phases(progress_bars)
-        generation = ReferenceGeneration(
-            sampling_params(config, tokenizer),
-            pad_id=tokenizer.pad_id,
-            num_workers=config.policy.generation.reference_cfg.num_workers,
-            on_progress=phases.advance,
-        )
+        generation = start_engines(config, tokenizer, phases.advance)
         checkpoint = resolve_checkpoint(config, tokenizer, train_set, group, console)
         check_vocabulary(config, tokenizer, checkpoint)
         with progress(console, "loading the policy and the rollout engine"):
             rounding = group.build(
                 policy_spec(config, checkpoint), global_batch_size=config.policy.train_global_batch_size
             )
-            generation.build(reference_spec(config, checkpoint))
+            spec = reference_spec if config.policy.generation.backend == "reference" else vllm_spec
+            generation.build(spec(config, checkpoint))
         console.print(f"training rounds: {rounding}", highlight=False, soft_wrap=True)
         environment = MathEnvironment(num_workers=config.env.math.num_workers)
         logger, store, resume_from = open_run(config, settings.checkpointing, resume)
@@ -250,7 +249,7 @@ def policy_spec(config: MasterConfig, checkpoint: Path) -> PolicySpec:
             ep=layout.expert_parallel_size,
             replicate=layout.dp_replicate_size,
         ),
-        profile=profile_name(config),
+        profile=config.policy.dsv4.rollout_profile,
         fake_quant=policy.dsv4.fake_quant.resolved(policy.dsv4.train_mode),
         fp8=policy.dsv4.train_mode == "fp8",
         precision=policy.precision,
@@ -297,7 +296,7 @@ def reference_spec(config: MasterConfig, checkpoint: Path) -> ReferenceSpec:
     cfg = config.policy.generation.reference_cfg
     return ReferenceSpec(
         hf_config=read_config(checkpoint, dict(config.policy.hf_config_overrides)),
-        profile=profile_name(config),
+        profile=config.policy.dsv4.rollout_profile,
         tokenizer=str(checkpoint.resolve()) if config.policy.generation.stop_strings else None,
         batch_size=cfg.batch_size,
         length_slack=cfg.length_slack,
@@ -308,28 +307,12 @@ def reference_spec(config: MasterConfig, checkpoint: Path) -> ReferenceSpec:
     )
 
 
-def profile_name(config: MasterConfig) -> str:
-    """`policy.dsv4.rollout_profile`; `auto` has no answer without a GPU."""
-    name = config.policy.dsv4.rollout_profile
-    if name == "auto":
-        raise UserError(
-            "policy.dsv4.rollout_profile is auto, which is resolved on a worker that owns a GPU; "
-            "on CPUs name a profile, such as vllm-hopper"
-        )
-    return name
-
-
-def sampling_params(config: MasterConfig, tokenizer: Tokenizer) -> SamplingParams:
-    """How training rollouts are sampled; the end-of-sentence token always stops."""
-    generation = config.policy.generation
-    return SamplingParams(
-        max_new_tokens=generation.max_new_tokens,
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        stop_token_ids=tuple(sorted({tokenizer.eos_id, *(generation.stop_token_ids or [])})),
-        stop_strings=tuple(generation.stop_strings or ()),
-    )
+def with_profile(config: MasterConfig) -> MasterConfig:
+    """The recipe with `policy.dsv4.rollout_profile: auto` replaced by the profile of the GPUs; needs a running Ray."""
+    if config.policy.dsv4.rollout_profile != "auto":
+        return config
+    dsv4 = config.policy.dsv4.model_copy(update={"rollout_profile": detect_profile()})
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"dsv4": dsv4})})
 
 
 @contextmanager
@@ -342,7 +325,7 @@ def ray_cluster(config: MasterConfig) -> Iterator[None]:
         os.environ.setdefault("RAY_raylet_start_wait_time_s", str(RAY_START_SECONDS))
         options |= {
             "num_cpus": processes,
-            "num_gpus": 0,
+            "num_gpus": config.world_size if config.cluster.gpus_per_node else 0,
             "include_dashboard": False,
             "object_store_memory": RAY_OBJECT_STORE_BYTES,
         }

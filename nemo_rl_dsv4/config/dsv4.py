@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_rl_dsv4.config.section import Section
+from nemo_rl_dsv4.config.section import OpenMapping, Section
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -107,6 +107,10 @@ class TinyModel(Section):
     """Sinkhorn iterations of the hyper-connections."""
     max_position_embeddings: Positive = 1024
     """Longest sequence the model takes."""
+    rope_scaling: OpenMapping | None = None
+    """YaRN of the compressed layers, as in a released config.json; null for none. vLLM wants one."""
+    expert_format: Literal["fp4", "fp8"] = "fp4"
+    """How the checkpoint stores the experts; a vLLM engine keeps the format it was started with."""
     seed: NonNegative = 42
     """Seed of the random weights and of the warm start."""
     cache_dir: str = "results/checkpoints"
@@ -133,5 +137,7 @@ class DSV4(Section):
     """Policy processes when `cluster.gpus_per_node` is 0."""
     gpu: GpuName | None = None
     """GPU that the recipe was made for; `nemo-rl-dsv4 plan` counts its memory. Null: the plan has to be told."""
+    vllm_python: str | None = None
+    """Python of vLLM's own environment. Null takes `.venv-vllm/bin/python` if it is there, else the running Python."""
     tiny: TinyModel | None = None
     """The tiny model; needed when `policy.model_name` is `tiny`."""

@@ -11,6 +11,11 @@ from nemo_rl_dsv4.config.runtime_choice import Runtime
 GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
 """Devices of a machine with an NVIDIA or AMD GPU; asking torch would take seconds."""
 
+VLLM_PYTHON = ".venv-vllm/bin/python"
+"""Where vLLM's own environment is looked for."""
+MAKE_VLLM = "UV_PROJECT_ENVIRONMENT=.venv-vllm uv sync --no-default-groups --extra vllm"
+"""The command that makes it."""
+
 
 def not_implemented(config: MasterConfig, runtime: Runtime) -> list[str]:
     """What a recipe asks for that this version refuses to run, one sentence each."""
@@ -19,11 +24,6 @@ def not_implemented(config: MasterConfig, runtime: Runtime) -> list[str]:
         refused.append(
             "runtime nemo_rl is not available yet: only the embedded runtime is; set runtime=embedded, or take "
             "NeMo-RL's checkout off PYTHONPATH"
-        )
-    backend = config.policy.generation.backend
-    if backend != "reference":
-        refused.append(
-            f"policy.generation.backend is {backend}; this version rolls out with backend reference (on CPUs) only"
         )
     return refused
 
@@ -34,6 +34,7 @@ def missing_here(config: MasterConfig) -> list[str]:
     gpus = config.cluster.gpus_per_node
     if gpus and not any(Path(file).exists() for file in GPU_FILES):
         missing.append(f"the recipe needs {config.cluster.num_nodes} x {gpus} GPUs; this machine shows none")
-    if config.policy.generation.backend == "vllm" and importlib.util.find_spec("vllm") is None:
-        missing.append("policy.generation.backend is vllm, which is not installed here (`uv sync --extra vllm`)")
+    own = Path(config.policy.dsv4.vllm_python or VLLM_PYTHON)
+    if config.policy.generation.backend == "vllm" and not own.is_file() and importlib.util.find_spec("vllm") is None:
+        missing.append(f"policy.generation.backend is vllm, which has no environment here; make it with `{MAKE_VLLM}`")
     return missing

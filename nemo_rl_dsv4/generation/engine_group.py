@@ -34,8 +34,8 @@ class EngineGroup:
     their random numbers depend on seed and row alone, so the batch is the one that would have come without the death.
 
     Args:
-        start: starts the process of one engine: an actor with `build(spec)`, `update_weights(weights)` and
-            `generate(prompts, params, seed, request_ids)`, which returns `Completion`s.
+        start: starts the process of one engine, given its number: an actor with `build(spec)`,
+            `update_weights(weights)` and `generate(prompts, params, seed, request_ids)`, which returns `Completion`s.
         engines: how many.
         params: the recipe's sampling parameters.
         pad_id: id that fills `output_ids` behind a response.
@@ -45,7 +45,7 @@ class EngineGroup:
 
     def __init__(
         self,
-        start: Callable[[], Any],
+        start: Callable[[int], Any],
         engines: int,
         params: SamplingParams,
         *,
@@ -56,7 +56,7 @@ class EngineGroup:
         self.params, self.pad_id, self.on_progress, self.timeout = params, pad_id, on_progress, timeout
         self.restarts = 0
         self._start, self._spec, self._weights = start, None, None
-        self.actors = [start() for _ in range(engines)]
+        self.actors = [start(number) for number in range(engines)]
 
     def build(self, spec: Any) -> Any:
         """Give every engine its settings; return what one says of itself.
@@ -89,11 +89,12 @@ class EngineGroup:
                 f"rollout engines died {self.restarts} times in this run; not started again ({error})"
             ) from error
         log.warning("a rollout engine died (%s); starting it again with the current weights", error)
-        actor = self._start()
+        number = self.actors.index(dead)
+        actor = self._start(number)
         get([actor.build.remote(self._spec)])
         if self._weights is not None:
             get([actor.update_weights.remote(self._weights)])
-        self.actors[self.actors.index(dead)] = actor
+        self.actors[number] = actor
         return actor
 
     def generate(

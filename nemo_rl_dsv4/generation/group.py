@@ -106,7 +106,7 @@ class ReferenceGeneration(EngineGroup):
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(
-            ReferenceActor.options(**CPU_WORKER_OPTIONS).remote,
+            lambda _: ReferenceActor.options(**CPU_WORKER_OPTIONS).remote(),
             num_workers,
             params,
             pad_id=pad_id,

@@ -79,6 +79,16 @@ class VllmSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def batch_size(self) -> int:
+        """Most requests of one task: all, since the engine batches them itself."""
+        return 1 << 30
+
+    @property
+    def capture_routes(self) -> bool:
+        """Whether completions carry routed experts."""
+        return self.return_routed_experts
+
 
 def needs_deep_gemm(profile: RolloutProfile) -> bool:
     """Whether the rollout's products are DeepGEMM's: power-of-two activation scales come from nowhere else."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +72,29 @@ class PolicyActor:
 
     def export(self, profile: str) -> Shipment | None:
         """Quantize on the ranks that hold the weights; rank 0 returns all of them with their checksum."""
-        from nemo_rl_dsv4.model.quantized_weights import refresh_quantized, stored_codes
-        from nemo_rl_dsv4.refit.export import export_weights
         from nemo_rl_dsv4.refit.report import StreamTally
         from nemo_rl_dsv4.refit.wire import Shipment, to_wire
+
+        stream = self._export_stream(profile)
+        if stream is None:
+            return None
+        tally = StreamTally()
+        tensors = to_wire(tally.watch(stream))
+        return Shipment(tensors, tally.report().checksum)
+
+    def export_to_folder(self, profile: str, folder: str, capacity_bytes: int, version: int) -> int | None:
+        """Quantize as `export` does; rank 0 writes buckets into a folder and returns their number."""
+        from nemo_rl_dsv4.refit.transport.file import write_folder
+
+        stream = self._export_stream(profile)
+        if stream is None:
+            return None
+        return write_folder(stream, Path(folder), capacity_bytes=capacity_bytes, version=version)
+
+    def _export_stream(self, profile: str) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """What rank 0 sends; other ranks take part in every gather and get None."""
+        from nemo_rl_dsv4.model.quantized_weights import refresh_quantized, stored_codes
+        from nemo_rl_dsv4.refit.export import export_weights
 
         if self.rank != 0 and self.spec.sizes.replicated:
             return None
@@ -87,13 +106,11 @@ class PolicyActor:
             source_scales=self.source_scales,
             stored=stored_codes(self.worker.model),
         )
-        if self.rank != 0:
-            for _ in stream:  # takes part in every gather
-                pass
-            return None
-        tally = StreamTally()
-        tensors = to_wire(tally.watch(stream))
-        return Shipment(tensors, tally.report().checksum)
+        if self.rank == 0:
+            return stream
+        for _ in stream:
+            pass
+        return None
 
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Gather whole tensors; rank 0 returns them."""
@@ -125,7 +142,7 @@ class PolicyGroup:
     """
 
     def __init__(self, world: int, *, device: str = "cpu") -> None:
-        self.world, self.device = world, device
+        self.world, self.device, self.version = world, device, 0
         self._stopped = threading.Event()
         self._rendezvous = tempfile.TemporaryDirectory(prefix="nemo-rl-dsv4-")
         init_method = f"file://{self._rendezvous.name}/rendezvous"
@@ -228,9 +245,17 @@ class PolicyGroup:
     def export_to(self, generation: Any) -> dict[str, float]:
         """Send the current weights to the rollout engine; returns what to log under `refit/`."""
         started = time.perf_counter()
-        refs = [actor.export.remote(self.spec.profile) for actor in self.actors]
-        get(refs[1:])
-        report = generation.update_weights(refs[0])
+        self.version += 1
+        profile = self.spec.profile
+        if hasattr(generation, "bucket_folder"):
+            folder = str(generation.bucket_folder(self.version))
+            capacity = generation.bucket_bytes
+            get([actor.export_to_folder.remote(profile, folder, capacity, self.version) for actor in self.actors])
+            report = generation.update_weights(folder)
+        else:
+            refs = [actor.export.remote(profile) for actor in self.actors]
+            get(refs[1:])
+            report = generation.update_weights(refs[0])
         return {**report, "seconds": time.perf_counter() - started}
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from nemo_rl_dsv4.tiny.demonstrations import DemonstrationLoss, demonstration_ba
 FORMAT_VERSION = 1
 """Raise it when the maker changes what the same settings produce."""
 
-NOT_MODEL_KEYS = ("seed", "cache_dir", "warm_start")
+NOT_MODEL_KEYS = ("seed", "cache_dir", "warm_start", "expert_format")
 
 
 def tiny_hf_config(tiny: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -121,7 +121,9 @@ def ensure_tiny_checkpoint(
     with tempfile.TemporaryDirectory() as tokenizer_dir:
         tokenizer.save(tokenizer_dir)
         try:
-            write_release_checkpoint(state, hf_config, folder, tokenizer_dir=Path(tokenizer_dir), expert_format="fp4")
+            write_release_checkpoint(
+                state, hf_config, folder, tokenizer_dir=Path(tokenizer_dir), expert_format=tiny["expert_format"]
+            )
         except UserError:
             if not folder.is_dir():
                 raise
@@ -153,6 +155,7 @@ def warm_start(
         fake_quant={},
         precision="float32",
         backend=CPU_BACKEND,
+        device=group.device,
         micro_batch_size=max(1, batch_size // group.world),
         logprob_batch_size=1,
         optimizer={

@@ -24,6 +24,7 @@ LAYERS = (
     "tiny",
     "mismatch",
     "planning",
+    "rollout_engines",
     "runtime",
     "cli",
 )

@@ -68,7 +68,7 @@ def cluster() -> Iterator[None]:
 
 
 def group(spec: Spec, **options: Any) -> EngineGroup:
-    made = EngineGroup(Echo.options(num_cpus=0.1).remote, 2, Params(), pad_id=0, **options)
+    made = EngineGroup(lambda _: Echo.options(num_cpus=0.1).remote(), 2, Params(), pad_id=0, **options)
     assert made.build(spec) == "echo"
     assert made.update_weights(7) == {"bytes": 8.0}
     return made

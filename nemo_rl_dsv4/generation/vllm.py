@@ -1,0 +1,180 @@
+"""vLLM rollout engines as Ray actors, in vLLM's own environment.
+
+The actors run with another Python than the trainer (`python`), because vLLM and AutoModel pin different libraries. One
+host: weights travel as buckets in a folder, by default in shared memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.generation.engine_group import EngineGroup
+from nemo_rl_dsv4.utils.ray_calls import get
+
+if TYPE_CHECKING:
+    from nemo_rl_dsv4.generation.completion import Completion
+    from nemo_rl_dsv4.generation.sampling import SamplingParams
+    from nemo_rl_dsv4.generation.vllm_settings import VllmSpec
+
+VLLM_PYTHON = Path(".venv-vllm/bin/python")
+MAKE_ENVIRONMENT = "UV_PROJECT_ENVIRONMENT=.venv-vllm uv sync --no-default-groups --extra vllm"
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@ray.remote
+class VllmActor:
+    """One engine's process; vLLM is imported by `build`."""
+
+    def build(self, spec: VllmSpec) -> dict[str, Any]:
+        """Start the engine and return what it says of itself."""
+        from nemo_rl_dsv4.generation.vllm_engine import VllmEngine
+
+        self.engine = VllmEngine(spec)
+        return self.engine.describe()
+
+    def update_weights(self, folder: str) -> dict[str, Any]:
+        """Refit from the buckets of a folder; see `VllmEngine.update_weights_from_folder`."""
+        return self.engine.update_weights_from_folder(folder)
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, seed: int, request_ids: list[int]
+    ) -> list[Completion]:
+        """Continue prompts; see `VllmEngine.generate`."""
+        return self.engine.generate(prompts, params, seed=seed, request_ids=request_ids)
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """See `VllmEngine.score`."""
+        return self.engine.score(sequences)
+
+    def sleep(self) -> None:
+        """See `VllmEngine.sleep`."""
+        self.engine.sleep()
+
+    def wake_up(self, *tags: str) -> None:
+        """See `VllmEngine.wake_up`."""
+        self.engine.wake_up(*tags)
+
+
+def engine_python(chosen: str | None) -> str:
+    """The Python that engines run with.
+
+    Args:
+        chosen: `policy.dsv4.vllm_python`; None takes `.venv-vllm` where it exists, else this interpreter.
+
+    Raises:
+        UserError: there is none with vLLM.
+    """
+    import importlib.util
+    import sys
+
+    if chosen is not None:
+        if not Path(chosen).is_file():
+            raise UserError(f"policy.dsv4.vllm_python is {chosen!r}, no such file; make it with `{MAKE_ENVIRONMENT}`")
+        return chosen
+    if VLLM_PYTHON.is_file():
+        return str(VLLM_PYTHON.absolute())
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            f"policy.generation.backend is vllm, but there is neither {VLLM_PYTHON} nor vllm in this environment; "
+            f"make one with `{MAKE_ENVIRONMENT}`, or name an interpreter with policy.dsv4.vllm_python"
+        )
+    return sys.executable
+
+
+class VllmGeneration(EngineGroup):
+    """A rollout on `engines` vLLM engines of one host.
+
+    Args:
+        params: the recipe's sampling parameters.
+        pad_id: id that fills `output_ids` behind a response.
+        gpus: GPU numbers of each engine, tensor-parallel ranks in order. They may be GPUs that train as well.
+        python: interpreter of the engines; see `engine_python`.
+        environment: further environment variables of their processes.
+        on_progress: called with the number of responses each time some are finished.
+        timeout: most seconds without any engine finishing a task.
+        bucket_bytes: size of a bucket of weights.
+        sleeps: put the engines to sleep while the policy trains.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        pad_id: int,
+        gpus: list[list[int]],
+        python: str,
+        environment: Mapping[str, str],
+        on_progress: Callable[[int], None] | None = None,
+        timeout: float | None = 3600.0,
+        bucket_bytes: int = 1 << 30,
+        sleeps: bool = False,
+    ) -> None:
+        self.bucket_bytes, self.sleeps = bucket_bytes, sleeps
+        self._folder = tempfile.mkdtemp(prefix="dsv4-refit-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+
+        def start(number: int) -> Any:
+            shown = {
+                "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus[number])),
+                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            }
+            runtime_env = {"py_executable": python, "env_vars": {**environment, **shown}}
+            return VllmActor.options(num_cpus=1, runtime_env=runtime_env).remote()
+
+        super().__init__(start, len(gpus), params, pad_id=pad_id, on_progress=on_progress, timeout=timeout)
+
+    def bucket_folder(self, version: int) -> Path:
+        """Where the policy puts the buckets of a version; older ones stay until it is loaded."""
+        return Path(self._folder) / f"version-{version}"
+
+    def update_weights(self, weights: Any) -> dict[str, float]:
+        """Load the buckets of a folder (`bucket_folder`) into every engine, and drop those of older versions."""
+        report = super().update_weights(str(weights))
+        for old in Path(self._folder).iterdir():
+            if old != Path(weights):
+                shutil.rmtree(old, ignore_errors=True)
+        return report
+
+    def prepare_for_generation(self) -> None:
+        """Wake the engines."""
+        if self.sleeps:
+            get([actor.wake_up.remote() for actor in self.actors])
+
+    def finish_generation(self) -> None:
+        """Give the GPU's memory to the policy."""
+        if self.sleeps:
+            get([actor.sleep.remote() for actor in self.actors])
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probabilities of every token but the first, by one prefill of each sequence on the first engine."""
+        return get([self.actors[0].score.remote(sequences)])[0]
+
+    def shutdown(self) -> None:
+        """End the processes and free the buckets."""
+        super().shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def gpus_of_engines(world: int, tensor_parallel: int) -> list[list[int]]:
+    """GPU numbers of colocated engines on one host: consecutive groups of `tensor_parallel` over `world` GPUs."""
+    return [list(range(first, first + tensor_parallel)) for first in range(0, world, tensor_parallel)]
+
+
+def detect_profile() -> str:
+    """Name of the rollout profile of this cluster's GPUs, asked on a worker that owns one."""
+
+    @ray.remote(num_gpus=0.01, num_cpus=0)
+    def ask() -> str:
+        from nemo_rl_dsv4.numerics.devices import profile_of_device
+
+        assert torch.cuda.is_available()
+        return profile_of_device().name
+
+    return get([ask.remote()])[0]
