@@ -121,6 +121,34 @@ def naive(engine: FakeEngine, stream: Any) -> None:
     engine.process_all()
 
 
+@pytest.mark.parametrize("layout", ["float", "packed"])
+def test_replaced_parameters_leave_a_naive_refits_kernels_on_old_scales(
+    expected: Any, versions: Any, layout: LayoutName
+) -> None:
+    """Case C044: parameters in checkpoint layout again, loaded and processed, and a kernel that knows nothing of it."""
+    engine = started(expected, versions, layout)
+    for module in engine.model.modules():
+        if hasattr(module, "reset"):
+            quantized: Any = module
+            if isinstance(module, Experts) or hasattr(module, "weight_scale_inv"):
+                quantized.reset()
+    naive(engine, versions[1])
+    fresh = FakeEngine(expected, layout)
+    fresh.start(versions[1])
+    held, wanted = engine.kernel_values(), fresh.kernel_values()
+    wrong = [name for name in wanted if not torch.equal(held[name], wanted[name])]
+    assert [name for name in wrong if "derived" not in name] == [
+        f"model.layers.{layer}.ffn.experts.{leaf}" for layer in range(3) for leaf in ("w13_weight", "w2_weight")
+    ]
+    assert "model.layers.0.derived" in wrong
+    live = LiveRefit(engine, checks="all")
+    for version in (1, 2):
+        live.apply(stage(expected, versions[version], version))
+    again = FakeEngine(expected, layout)
+    again.start(versions[2])
+    assert same(engine.kernel_values(), again.kernel_values())
+
+
 def test_packed_layout_breaks_a_naive_refit(expected: Any, versions: Any) -> None:
     """Case C047 from the engine's side: raw grids do not fit into parameters that hold packed scales."""
     with pytest.raises((RuntimeError, AttributeError)):
