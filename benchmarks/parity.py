@@ -9,8 +9,11 @@ difference of loss and gradient norm; largest and median over parameters of |g -
 update (SGD: AdamW's first step is the sign of a gradient, whatever its size); differing bytes of the exported FP8
 checkpoint before training.
 
-Variants: `plain` (one row a sequence), `packed`, and `qat` (rounding on, rollout profile vllm-hopper). With rounding a
-last-bit difference can move a value to the next FP8 code, so its rows are bounded by the formats, not by float32.
+Variants: `plain` (one row a sequence), `packed`, `qat` (rounding on, rollout profile vllm-hopper), and `qat-float64`.
+Layouts add the same numbers in other orders, so float32 results differ in their last bits, and with rounding such a
+difference can move a value to the next FP8 code. `qat-float64` is `qat` with every product, sum and transcendental
+function worked out in float64 and rounded to float32 once, which leaves the order of additions nothing to change:
+what it still shows would be an error of a layout.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_any, tree_map
 
 from nemo_rl_dsv4.grpo.loss import ClippedPGLoss
 from nemo_rl_dsv4.grpo.settings import LossSettings
@@ -41,8 +46,10 @@ from nemo_rl_dsv4.policy.spec import PolicySpec, build_worker
 from nemo_rl_dsv4.refit.export import export_weights
 
 SIZES = ("replicated2", "dp2", "dp2ep2", "cp2ep2", "dp2cp2ep4", "cp4ep4")
-VARIANTS = ("plain", "packed", "qat")
+VARIANTS = ("plain", "packed", "qat", "qat-float64")
 ROWS, VOCAB = 8, 160
+LEARNING_RATE = 100.0
+"""The update is a difference of weights; it has to be as large as they are, or their own last bit hides it."""
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
@@ -95,6 +102,41 @@ CONFIG: dict[str, Any] = {
 }
 
 
+INEXACT_OPERATORS = """
+mm bmm addmm baddbmm addmv mv dot sum mean prod cumsum norm linalg_vector_norm logsumexp _softmax
+_log_softmax _softmax_backward_data _log_softmax_backward_data exp log log1p rsqrt sqrt pow sigmoid
+sigmoid_backward silu silu_backward softplus softplus_backward tanh sin cos addcmul addcdiv div
+index_add index_add_ index_put _index_put_impl_ scatter_add embedding_dense_backward cumprod
+"""
+
+
+class Float64Arithmetic(TorchDispatchMode):
+    """Operators of `INEXACT` on float32 tensors compute in float64; their results are rounded to float32."""
+
+    INEXACT = frozenset(INEXACT_OPERATORS.split())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plain = not any(issubclass(kind, DTensor) for kind in types)
+        name = func._schema.name.removeprefix("aten::")
+        in_float32 = tree_any(lambda value: isinstance(value, torch.Tensor) and value.dtype == torch.float32, args)
+        if not (plain and in_float32 and name in self.INEXACT):
+            return func(*args, **kwargs)
+        wide_args, wide_kwargs = tree_map(_widened, (args, kwargs))
+        result = tree_map(_narrowed, func(*wide_args, **wide_kwargs))
+        return args[0].copy_(result) if name.endswith("_") else result
+
+
+def _widened(value: Any) -> Any:
+    if value is torch.float32:
+        return torch.float64
+    return value.double() if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+
+
+def _narrowed(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.float64 else value
+
+
 def parse_sizes(name: str) -> ParallelSizes:
     """`dp2cp2ep4` -> dp 2 x cp 2 with 4 expert-parallel ranks; `replicated2`."""
     if name.startswith("replicated"):
@@ -111,12 +153,12 @@ def spec(sizes: ParallelSizes, variant: str) -> PolicySpec:
         hf_config=CONFIG,
         sizes=sizes,
         profile="vllm-hopper",
-        fake_quant=dict.fromkeys(SWITCHES, variant == "qat"),
+        fake_quant=dict.fromkeys(SWITCHES, variant.startswith("qat")),
         precision="float32",
         backend=CPU_BACKEND,
         micro_batch_size=4,
         logprob_batch_size=4,
-        optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 1e-2}},
+        optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": LEARNING_RATE}},
         max_grad_norm=1.0,
         logprob_chunk_size=None if sizes.world == 1 else 48,
         packing=Packing(512, 512) if variant == "packed" and sizes.world > 1 else None,
@@ -158,7 +200,8 @@ def run_rank(rank: int, world: int, folder: str, jobs: list[tuple[str, str]]) ->
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
     for name, variant in jobs:
-        found = step(parse_sizes(name), variant, rank)
+        with Float64Arithmetic() if variant == "qat-float64" else contextlib.nullcontext():
+            found = step(parse_sizes(name), variant, rank)
         if rank == 0:
             torch.save(found, Path(folder) / f"{name}-{variant}.pt")
     if world > 1:
@@ -282,7 +325,7 @@ def run(sizes: list[str], variants: list[str]):
             if world == 1:
                 continue
             for name, variant in jobs:
-                reference = "qat" if variant == "qat" else "plain"
+                reference = "plain" if variant == "packed" else variant
                 wanted = torch.load(Path(folder) / f"one-{reference}.pt")
                 found = torch.load(Path(folder) / f"{name}-{variant}.pt")
                 yield name, variant, compare(found, wanted)

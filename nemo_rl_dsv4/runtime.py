@@ -265,6 +265,7 @@ def policy_spec(config: MasterConfig, checkpoint: Path) -> PolicySpec:
         logprob_chunk_size=policy.logprob_chunk_size,
         router=router_mode(config),
         packing=packing(config),
+        sequence_multiple=policy.make_sequence_length_divisible_by,
         device="cuda" if config.cluster.gpus_per_node else "cpu",
         cpu_offload=layout.cpu_offload,
         offload_optimizer_for_logprob=policy.offload_optimizer_for_logprob,

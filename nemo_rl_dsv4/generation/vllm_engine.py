@@ -28,7 +28,7 @@ def require_vllm() -> str:
     """
     wanted = f"vLLM {SUPPORTED[0][0]}.{SUPPORTED[0][1]} to {SUPPORTED[1][0]}.{SUPPORTED[1][1] - 1}"
     try:
-        import vllm
+        import vllm  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:
         raise UserError(
             f"vLLM cannot be imported here ({error}); wanted {wanted}. Make its environment with "
@@ -58,7 +58,7 @@ class VllmEngine:
         if spec.tensor_parallel_size == 1:
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self.version = require_vllm()
-        from vllm import LLM
+        from vllm import LLM  # pyright: ignore[reportMissingImports]
 
         self.llm: Any = LLM(**arguments)
         self._refit_prepared = False
@@ -94,7 +94,7 @@ class VllmEngine:
         return [self._completion(output) for output in outputs]
 
     def _sampling(self, prompt: list[int], params: SamplingParams, seed: int, request_id: int) -> Any:
-        from vllm import SamplingParams as VllmSamplingParams
+        from vllm import SamplingParams as VllmSamplingParams  # pyright: ignore[reportMissingImports]
 
         room = self.spec.max_model_len - len(prompt)
         if not prompt or room < 1:
@@ -140,7 +140,7 @@ class VllmEngine:
 
         Beside the logprobs of `generate` this shows how far the engine's decoding is from its own prefill.
         """
-        from vllm import SamplingParams as VllmSamplingParams
+        from vllm import SamplingParams as VllmSamplingParams  # pyright: ignore[reportMissingImports]
 
         request = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in sequences], request, use_tqdm=False)

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import time
@@ -44,8 +45,13 @@ class PolicyActor:
             torch.distributed.init_process_group(backend, init_method=init_method, rank=rank, world_size=world)
         self.rank = rank
 
-    def build(self, spec: PolicySpec) -> str:
-        """Build this rank (again) and return what it rounds."""
+    def node(self) -> str:
+        """Ray's id of the node that this rank runs on."""
+        return ray.get_runtime_context().get_node_id()
+
+    def build(self, spec: PolicySpec, local_world: int) -> str:
+        """Build this rank (again) and return what it rounds; `local_world` ranks share its node."""
+        os.environ["LOCAL_WORLD_SIZE"] = str(local_world)  # as torchrun sets it; dispatchers ask for it
         from nemo_rl_dsv4.model.release_checkpoint import ReleaseCheckpoint
         from nemo_rl_dsv4.policy.spec import build_worker
         from nemo_rl_dsv4.refit.source_scales import SourceScales
@@ -168,7 +174,10 @@ class PolicyGroup:
         if spec.device != self.device:
             raise UserError(f"the settings are for device {spec.device}; this group's processes have {self.device}")
         self.spec, self.global_batch_size = spec, global_batch_size
-        return get([actor.build.remote(spec) for actor in self.actors])[0]
+        nodes = get([actor.node.remote() for actor in self.actors])
+        return get(
+            [actor.build.remote(spec, nodes.count(node)) for actor, node in zip(self.actors, nodes, strict=True)]
+        )[0]
 
     def _by_data_rank(self, data: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """One slice of the rows for each rank; ranks of one context-parallel group get the same slice."""

@@ -12,6 +12,7 @@ follows `position_ids`, which start anew in each.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,13 +107,15 @@ def plain_layout(input_ids: torch.Tensor, lengths_b: torch.Tensor, meshes: Meshe
     return TokenLayout((b, S), index, positions, None, meshes)
 
 
-def packed_layout(input_ids: torch.Tensor, lengths_b: torch.Tensor, meshes: Meshes) -> TokenLayout:
-    """All rows in one sequence, each padded to a multiple of 128; the end padded to a multiple of 128 x cp."""
+def packed_layout(
+    input_ids: torch.Tensor, lengths_b: torch.Tensor, meshes: Meshes, *, multiple: int = 1
+) -> TokenLayout:
+    """All rows in one sequence, each padded to a multiple of 128; the end to one of 128 x cp and of `multiple`."""
     b, S = input_ids.shape
     device = input_ids.device
     lengths = lengths_b.tolist()
     padded = [round_up(length, DOCUMENT_MULTIPLE) for length in lengths]
-    total = round_up(sum(padded), DOCUMENT_MULTIPLE * meshes.sizes.cp)
+    total = round_up(sum(padded), math.lcm(DOCUMENT_MULTIPLE * meshes.sizes.cp, multiple))
     index = torch.full((1, total), -1, device=device)
     positions = torch.zeros((1, total), dtype=torch.long, device=device)
     documents = torch.zeros((1, total), dtype=torch.long, device=device)

@@ -44,6 +44,7 @@ class PolicySpec:
         config_overrides: values that replace those of the checkpoint's config.json.
         logprob_chunk_size: positions whose logits exist at once; None for all.
         packing: several rows in one sequence; None for one row a sequence.
+        sequence_multiple: sequences of the model's input are padded to a multiple of this many tokens.
         device: `cpu` or `cuda` (the current device of the process).
         cpu_offload: keep sharded weights, gradients and optimizer state in host memory.
         offload_optimizer_for_logprob: keep optimizer state in host memory while scoring.
@@ -71,6 +72,7 @@ class PolicySpec:
     fp8: bool = False
     logprob_chunk_size: int | None = None
     packing: Packing | None = None
+    sequence_multiple: int = 1
     device: str = "cpu"
     cpu_offload: bool = False
     offload_optimizer_for_logprob: bool = False
@@ -183,6 +185,7 @@ def build_worker(spec: PolicySpec) -> PolicyWorker:
         logprob_chunk_size=spec.logprob_chunk_size,
         router=spec.router,
         packing=spec.packing,
+        sequence_multiple=spec.sequence_multiple,
         compute_dtype=resolve_dtype(spec.precision),
         cpu_offload=spec.cpu_offload,
         offload_optimizer_for_logprob=spec.offload_optimizer_for_logprob,

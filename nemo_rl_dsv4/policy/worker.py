@@ -6,6 +6,7 @@ row is cut into contiguous slices, one a rank; log-probabilities are gathered ag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -56,6 +57,7 @@ class PolicyWorker:
         router: what to do with the experts that the rollout recorded (`routed_experts` of a batch).
         packing: put several rows into one sequence; micro-batches then follow its token limits instead of
             `micro_batch_size` and `logprob_batch_size`. None keeps one row a sequence.
+        sequence_multiple: pad sequences to a multiple of this many tokens (and of what context parallelism needs).
         compute_dtype: dtype that sharded weights have in a product.
         cpu_offload: keep sharded weights, gradients and optimizer state in host memory.
         offload_optimizer_for_logprob: keep the optimizer state in host memory from a scoring pass to the next update.
@@ -79,12 +81,15 @@ class PolicyWorker:
         router: RouterMode = RouterMode.OWN,
         load: Callable[[torch.nn.Module], None] | None = None,
         packing: Packing | None = None,
+        sequence_multiple: int = 1,
         compute_dtype: torch.dtype = torch.float32,
         cpu_offload: bool = False,
         offload_optimizer_for_logprob: bool = False,
         fp8: bool = False,
     ) -> None:
         self.meshes, self.packing = meshes, packing
+        slices = DOCUMENT_MULTIPLE * meshes.sizes.cp if meshes.sizes.cp > 1 else 1
+        self.sequence_multiple = math.lcm(sequence_multiple, slices)
         self.rounding: InstallReport | None = None
         if any(fake_quant.values()):
             self.rounding = install_fake_quant(model, profile, fake_quant)
@@ -189,15 +194,17 @@ class PolicyWorker:
             count = torch.tensor(len(groups), device=self.device)
             dist.all_reduce(count, op=dist.ReduceOp.MAX)
             groups = split_into(groups, int(count))
-        cp = self.meshes.sizes.cp
-        multiple = DOCUMENT_MULTIPLE * cp if cp > 1 and self.packing is None else 1
+        multiple = self.sequence_multiple if self.packing is None else 1
         for part in cut_rows(data, groups, multiple=multiple):
             yield replace(part, data={name: value.to(self.device) for name, value in part.data.items()})
 
     def _row_logprobs(self, data: Batch) -> torch.Tensor:
         """Log-probability of token i + 1 at position i, float32 [b, S - 1], with gradient; 0 behind a row's end."""
         ids_bS, lengths_b = data["input_ids"], data["input_lengths"]
-        layout = (plain_layout if self.packing is None else packed_layout)(ids_bS, lengths_b, self.meshes)
+        if self.packing is None:
+            layout = plain_layout(ids_bS, lengths_b, self.meshes)
+        else:
+            layout = packed_layout(ids_bS, lengths_b, self.meshes, multiple=self.sequence_multiple)
         targets_nT = layout.place(torch.roll(ids_bS, -1, dims=1))
         with scoring(self.model, targets_nT), self._routes(data, layout):
             logprobs_nT = self.model(**layout.model_inputs(ids_bS)).logits

@@ -5,9 +5,11 @@ FP32 on gloo. One group of two processes is rebuilt for every layout: importing 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
+import ray
 import torch
 
 from nemo_rl_dsv4.generation.group import ReferenceGeneration, ReferenceSpec
@@ -117,6 +119,13 @@ def test_two_processes_equal_one(groups, checkpoint, one_process, layout):
         torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=3e-4, msg=name)
         if value.is_floating_point():
             assert (found["weights"][name] - value).abs().mean() < 1e-5, name
+
+
+def test_ranks_know_how_many_share_their_node(groups, checkpoint):
+    """A rank sees one GPU, its own: dispatchers read from this variable which ranks can be reached over NVLink."""
+    groups[2].build(spec(checkpoint, ParallelSizes(2), qat=False), global_batch_size=ROWS)
+    found = [actor.__ray_call__.remote(lambda _: os.environ["LOCAL_WORLD_SIZE"]) for actor in groups[2].actors]
+    assert ray.get(found) == ["2", "2"]
 
 
 def test_a_sequence_level_loss_is_the_same_under_context_parallelism(groups, checkpoint):

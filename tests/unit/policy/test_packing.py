@@ -77,7 +77,7 @@ def test_values_find_their_place_and_the_way_back():
     assert (packed.place(experts, fill=-1)[0, 200] == -1).all()
 
 
-def worker(config, state, *, packing, qat=False):
+def worker(config, state, *, packing, qat=False, sequence_multiple=1):
     model = build_model(automodel_config(config), routing_weight_after_down=qat)
     model.load_state_dict(state)
     return PolicyWorker(
@@ -89,6 +89,7 @@ def worker(config, state, *, packing, qat=False):
         logprob_batch_size=1,
         optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 1e-2}},
         packing=packing,
+        sequence_multiple=sequence_multiple,
     )
 
 
@@ -126,6 +127,22 @@ def test_packed_rows_compute_what_each_row_alone_does(config_once, training_once
     assert loss == pytest.approx(others[0], abs=1e-6) and norm == pytest.approx(others[1], rel=1e-5)
     for name, value in others[2].items():
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("packing", [None, Packing(1024, 1024)], ids=["rows", "packed"])
+def test_sequences_are_padded_to_a_multiple_and_nothing_changes(config_once, training_once, packing):
+    """Padding of the recipe's multiple, behind rows and behind the last packed document, is seen by no token."""
+    found, widths = {}, {}
+    for multiple in (1, 192):
+        policy = worker(config_once, training_once, packing=packing, sequence_multiple=multiple)
+        seen = widths[multiple] = []
+        policy.model.register_forward_pre_hook(
+            lambda _, args, kwargs, seen=seen: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        found[multiple] = policy.get_logprobs(rows())["logprobs"]
+    assert sorted(widths[192]) == ([1152] if packing else [192, 192, 192, 384])
+    assert sorted(widths[1]) == ([896] if packing else [5, 30, 140, 270])
+    torch.testing.assert_close(found[192], found[1], rtol=0, atol=1e-5)
 
 
 def test_documents_do_not_see_each_other(config_once, training_once):
