@@ -157,7 +157,7 @@ def test_errors_name_what_is_wrong(tiny_config, training_state):
     with pytest.raises(UserError, match="unknown keys \\['attention'\\]"):
         install_fake_quant(model, profile, {"attention": True})
     install_fake_quant(model, profile, ALL_ON)
-    with pytest.raises(UserError, match="already rounds"):
+    with pytest.raises(UserError, match="prepared once"):
         install_fake_quant(model, profile, ALL_ON)
     with pytest.raises(UserError, match="routing weight before the down projection"):
         install_fake_quant(make_model(tiny_config, training_state, after_down=False), profile, ALL_ON)

@@ -1,0 +1,40 @@
+"""Seams of `linear.weight` and `linear.input`: a linear layer with rounded operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_rl_dsv4.model.seam import Seam, attach, overlaid
+from nemo_rl_dsv4.model.weight_rounding import WeightRounding
+from nemo_rl_dsv4.numerics import QuantSpec, fake_quant
+
+
+class Rounded(Seam):
+    """Rounds the first argument (`_input_rounding`) and overlays the weights (`_weight_rounding`, by parameter)."""
+
+    _input_rounding: QuantSpec | None
+    _weight_rounding: dict[str, WeightRounding]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward on rounded operands."""
+        if self._input_rounding is not None:
+            args = (fake_quant(args[0], self._input_rounding), *args[1:])
+        with overlaid(self, self._weight_rounding):
+            return super().forward(*args, **kwargs)
+
+
+class CastsInput(Seam):
+    """A linear layer that takes its input in the weight's dtype: an exact cast back after a caller went to float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] in any float dtype to [..., out] in the weight's."""
+        return super().forward(x.to(self.weight.dtype))  # type: ignore[attr-defined]
+
+
+def round_linear(linear: nn.Module, weight: QuantSpec | None, inputs: QuantSpec | None) -> None:
+    """Attach `Rounded` to one linear layer; either spec may be None."""
+    roundings = {"weight": WeightRounding(weight)} if weight is not None else {}
+    attach(linear, Rounded, _input_rounding=inputs, _weight_rounding=roundings)
