@@ -252,6 +252,7 @@ def policy_spec(config: MasterConfig, checkpoint: Path) -> PolicySpec:
         profile=config.policy.dsv4.rollout_profile,
         fake_quant=policy.dsv4.fake_quant.resolved(policy.dsv4.train_mode),
         fp8=policy.dsv4.train_mode == "fp8",
+        alignment=policy.dsv4.alignment.chosen(),
         precision=policy.precision,
         backend=backend,
         micro_batch_size=policy.train_micro_batch_size,
@@ -305,6 +306,7 @@ def reference_spec(config: MasterConfig, checkpoint: Path) -> ReferenceSpec:
         num_threads=cfg.num_threads,
         max_length=config.policy.max_total_sequence_length,
         capture_routes=router_mode(config) is not RouterMode.OWN,
+        precision=config.policy.precision,
     )
 
 

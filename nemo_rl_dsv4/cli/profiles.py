@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 
 from nemo_rl_dsv4.cli.guard import FINDING, OK
 from nemo_rl_dsv4.errors import UserError
@@ -20,12 +21,17 @@ EXAMPLE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument("name", metavar="NAME", nargs="?", help="profile; left out: list all")
-    parser.add_argument("--diff", metavar=("A", "B"), nargs=2, help="two profiles to compare")
+    parser.add_argument(
+        "--diff",
+        metavar=("A", "B"),
+        nargs=2,
+        help="two profiles to compare: exit 0 if they agree, 1 if they differ, 2 if one does not exist",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints a list, one profile, or the difference of two."""
-    from nemo_rl_dsv4.numerics.profiles import PROFILES, diff, get_profile
+    from nemo_rl_dsv4.numerics.profiles import COLUMNS, PROFILES, diff, get_profile
 
     if options.diff is not None:
         if options.name is not None:
@@ -37,29 +43,38 @@ def run(options: argparse.Namespace) -> int:
     if options.name is not None:
         profile = get_profile(options.name)
         rows = profile.rows()
-        _print(options.json, {"name": profile.name, "title": profile.title, "rows": rows}, rows, profile.title)
+        document = {"name": profile.name, "title": profile.title, "rows": rows, "columns": COLUMNS}
+        _print(options.json, document, rows, profile.title, COLUMNS)
         return OK
     rows = [{"name": profile.name, "title": profile.title} for profile in PROFILES.values()]
     _print(options.json, {"profiles": rows}, rows)
     return OK
 
 
-def _print(as_json: bool, document: dict[str, object], rows: list[dict[str, str]], title: str | None = None) -> None:
+def _print(
+    as_json: bool,
+    document: dict[str, object],
+    rows: list[dict[str, str]],
+    title: str | None = None,
+    legend: Mapping[str, str] | None = None,
+) -> None:
+    """One JSON object, or a table with its notes, sources and legend below: those are too long for a column."""
     if as_json:
         print(json.dumps(document))
         return
     from rich.table import Table
     from rich.text import Text
 
+    from nemo_rl_dsv4.numerics.profiles import STEP
     from nemo_rl_dsv4.utils.console import make_console
 
     console = make_console()
     if not rows:
         console.print("no difference")
         return
-    notes = [f"{row['site']}: {row['note']}" for row in rows if row.get("note") not in (None, "", "rounding step")]
-    # Columns that are empty in every row say nothing, and notes are too long for a column.
-    columns = [name for name in rows[0] if name != "note" and any(row[name] for row in rows)]
+    # Columns that are empty in every row say nothing.
+    below = ("note", "source") if legend else ()
+    columns = [name for name in rows[0] if name not in below and any(row[name] for row in rows)]
     if title is not None:
         console.print(Text(title, style="bold"))
     table = Table()
@@ -68,5 +83,14 @@ def _print(as_json: bool, document: dict[str, object], rows: list[dict[str, str]
     for row in rows:
         table.add_row(*(Text(row[name]) for name in columns))
     console.print(table)
-    for note in notes:
-        console.print(Text(note), soft_wrap=True)
+    if legend is None:
+        return
+    console.print(Text("columns", style="bold"))
+    for name, meaning in legend.items():
+        if name in columns:
+            console.print(Text(f"{name}: {meaning}"), soft_wrap=True)
+    for name in ("source", "note"):
+        console.print(Text(f"{name}s", style="bold"))
+        for row in rows:
+            if row[name] not in ("", STEP):
+                console.print(Text(f"{row['site']}: {row[name]}"), soft_wrap=True)

@@ -39,6 +39,39 @@ class FakeQuant(Section):
         return {name: follow if value is None else value for name, value in self}
 
 
+class Alignment(Section):
+    """What else the trainer computes as the rollout engine does, beyond rounding sites. Null: as the profile says.
+
+    `nemo-rl-dsv4 profiles NAME` prints each profile's defaults and sources. All but `routing_weight_after_down` and
+    `yarn_on_window_layers` move BF16 casts only and change nothing with `policy.precision: float32`.
+    """
+
+    rope_fp32: bool | None = None
+    """Rotary tables stay in float32."""
+    query_norm_fp32: bool | None = None
+    """Query heads are normalized and rotated in float32 and rounded once."""
+    attention_fp32: bool | None = None
+    """Attention logits and softmax in float32 (`attn: sdpa`; `tilelang` does it by itself)."""
+    compressor_fp32: bool | None = None
+    """Compressed entries and indexer keys stay in float32 until they are rounded for the cache."""
+    gate_fp32: bool | None = None
+    """Router logits in float32."""
+    routing_weights_fp32: bool | None = None
+    """Routing weights in float32."""
+    routing_weight_after_down: bool | None = None
+    """The routing weight multiplies after the down projection; rounding `experts` needs it."""
+    silu_bf16_steps: bool | None = None
+    """Expert hidden states are rounded to BF16 after the steps that the engine rounds after."""
+    logits_bf16: bool | None = None
+    """lm_head multiplies with BF16 weights and leaves BF16 logits."""
+    yarn_on_window_layers: bool | None = None
+    """YaRN on ratio-0 layers too, as vLLM up to 0.29 has it."""
+
+    def chosen(self) -> dict[str, bool]:
+        """The switches that a recipe sets; the others follow the rollout profile."""
+        return {name: value for name, value in self if value is not None}
+
+
 class WarmStart(Section):
     """Supervised steps on worked answers before RL, so that the tiny model has something to improve."""
 
@@ -129,6 +162,8 @@ class DSV4(Section):
     """The rollout's rounding rules; `auto` is resolved on the worker that owns the GPU."""
     fake_quant: FakeQuant = FakeQuant()
     """Exceptions to what `train_mode` rounds."""
+    alignment: Alignment = Alignment()
+    """Exceptions to what the rollout profile aligns beyond rounding."""
     router_replay: bool = False
     """Train, and compute logprobs, with the experts that the rollout chose."""
     router_overlap_metrics: bool = False

@@ -40,6 +40,11 @@ def check_numerics(config: MasterConfig) -> None:
             "policy.dsv4.train_mode is fp8 but policy.dsv4.rollout_profile is bf16, which rounds nothing; "
             "use train_mode bf16 or the profile of an FP8 rollout",
         )
+    require(
+        not (rounded["experts"] and dsv4.alignment.routing_weight_after_down is False),
+        "policy.dsv4.alignment.routing_weight_after_down is false, but policy.dsv4.fake_quant.experts is on, which "
+        "needs the routing weight after the down projection, where the rollout has it; set it to null",
+    )
 
 
 def check_routes(config: MasterConfig) -> None:

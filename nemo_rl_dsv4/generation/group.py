@@ -31,6 +31,7 @@ class ReferenceSpec:
         num_threads: torch threads of the process.
         max_length: most tokens of prompt and response together; None for the model's limit.
         capture_routes: record and return the experts of every token.
+        precision: `float32` or `bfloat16`, of weights and activations.
     """
 
     hf_config: Mapping[str, Any]
@@ -42,6 +43,7 @@ class ReferenceSpec:
     num_threads: int = 1
     max_length: int | None = None
     capture_routes: bool = False
+    precision: str = "float32"
 
 
 @ray.remote
@@ -68,6 +70,7 @@ class ReferenceActor:
             max_length=spec.max_length,
             decode=decode,
             capture_routes=spec.capture_routes,
+            dtype=getattr(torch, spec.precision),
         )
         return self.engine.rounded_sites
 

@@ -20,6 +20,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.completion import Completion
+from nemo_rl_dsv4.generation.engine_numerics import install_engine_numerics
 from nemo_rl_dsv4.generation.rounding import install_rollout_rounding
 from nemo_rl_dsv4.generation.route_capture import RouteCapture
 from nemo_rl_dsv4.generation.sampling import SamplingParams, request_uniforms, sample_tokens, token_logprobs
@@ -41,6 +42,8 @@ class ReferenceEngine:
         max_length: most tokens of prompt and response together; a response is cut there. None for the model's limit.
         decode: token ids -> text, needed only for stop strings.
         capture_routes: record the experts that every token was given.
+        dtype: of weights and activations, float32 or bfloat16; with bfloat16 it computes in float32 and rounds where an
+            FP8 engine's kernels do.
     """
 
     def __init__(
@@ -54,8 +57,12 @@ class ReferenceEngine:
         max_length: int | None = None,
         decode: Callable[[list[int]], str] | None = None,
         capture_routes: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         config = transformers_config(dict(hf_config))
+        if profile.yarn_on_window_layers:
+            rope: Any = config.rope_parameters
+            rope["main"] = {**rope["compress"], "rope_theta": rope["main"]["rope_theta"]}
         config._attn_implementation = "eager"
         config._experts_implementation = experts
         self.config = config
@@ -63,6 +70,7 @@ class ReferenceEngine:
         self.max_batch_size, self.length_slack, self.decode = max_batch_size, length_slack, decode
         self.max_length = min(int(config.max_position_embeddings), max_length or int(config.max_position_embeddings))
         self.model = hf.DeepseekV4ForCausalLM(config).float().eval().requires_grad_(False)
+        install_engine_numerics(self.model, dtype)
         self.rounded_sites = install_rollout_rounding(self.model, profile)
         self.route_capture = RouteCapture(self.model) if capture_routes else None
         self.has_weights = False

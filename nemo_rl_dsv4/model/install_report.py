@@ -62,24 +62,18 @@ class InstallReport:
         """Fill `modules` with every module of an AutoModel DeepSeek-V4 that owns a parameter or persistent buffer.
 
         Raises:
-            UserError: a tensor the rollout quantizes belongs to a module that neither rounds nor has a reason not to, or
-                a tensor that DeepSeek-V4 does not have.
+            UserError: a tensor the rollout quantizes belongs to a module that neither rounds nor has a reason not to,
+                or a tensor that DeepSeek-V4 does not have.
         """
         state = model.state_dict(keep_vars=True)
         for name, module in model.named_modules():
             prefix = f"{name}." if name else ""
-            own = [leaf for leaf, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
-            parts = {
-                leaf: self._tensor(name, prefix + leaf, state[prefix + leaf]) for leaf in own if prefix + leaf in state
-            }
-            if not parts:
-                continue
-            texts = (
-                sorted({text for text in parts.values()})
-                if len(set(parts.values())) == 1
-                else [f"{leaf}: {text}" for leaf, text in parts.items()]
-            )
-            self.modules[name] = "; ".join([*texts, *self._around(name, module)])
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            texts = {leaf: self._tensor(name, prefix + leaf, t) for leaf, t in own if prefix + leaf in state}
+            if texts:
+                same = len(set(texts.values())) == 1
+                lines = list(texts.values())[:1] if same else [f"{leaf}: {text}" for leaf, text in texts.items()]
+                self.modules[name] = "; ".join([*lines, *self._around(name, module)])
 
     def _tensor(self, module: str, key: str, tensor: Any) -> str:
         official = AUTOMODEL.official_names(key, tensor.shape[0] if tensor.dim() == 3 else 0)[0]
@@ -91,8 +85,8 @@ class InstallReport:
         if kind in self.left:
             return f"not rounded: {self.left[kind]}"
         raise UserError(
-            f"{module} holds {official}, which profile {self.profile} rounds as {kind}, but no seam was installed on it; "
-            "this package knows the modules of AutoModel 0.7.0"
+            f"{module} holds {official}, which profile {self.profile} rounds as {kind}, but no seam was installed on "
+            "it; this package knows the modules of AutoModel 0.7.0"
         )
 
     def _around(self, name: str, module: nn.Module) -> list[str]:

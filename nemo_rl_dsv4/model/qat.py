@@ -25,6 +25,7 @@ from nemo_automodel.components.moe.layers import MLP, MoE
 from torch import nn
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.alignment import install_alignment
 from nemo_rl_dsv4.model.install_report import InstallReport
 from nemo_rl_dsv4.model.seams_attention import fuse_inverse_rope, round_kv, round_scores
 from nemo_rl_dsv4.model.seams_experts import round_experts, set_hidden, swiglu_limit
@@ -101,6 +102,29 @@ def install_fake_quant(model: nn.Module, profile: RolloutProfile, switches: Mapp
             _install_shared_expert(name, module, specs, report)
     _check_complete(model, specs, report)
     report.account(model)
+    return report
+
+
+def install_numerics(
+    model: nn.Module,
+    profile: RolloutProfile,
+    switches: Mapping[str, bool],
+    alignment: Mapping[str, bool | None] | None = None,
+) -> InstallReport:
+    """`install_alignment` and `install_fake_quant` on one model, in the order they need, with one report.
+
+    Args:
+        model: AutoModel `DeepseekV4ForCausalLM` before parallelization.
+        profile: the rollout's numerics.
+        switches: `policy.dsv4.fake_quant`.
+        alignment: `policy.dsv4.alignment`; missing and None follow the profile.
+
+    Raises:
+        UserError: see the two functions.
+    """
+    aligned = install_alignment(model, profile, alignment)
+    report = install_fake_quant(model, profile, switches)
+    report.aligned = aligned
     return report
 
 

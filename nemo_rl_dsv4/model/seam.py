@@ -14,12 +14,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.weight_rounding import WeightRounding
 
 Value = TypeVar("Value")
+
+engine_dtype: ContextVar[torch.dtype | None] = ContextVar("engine_dtype", default=None)
+"""dtype of the activations around a module that is itself given float32; None outside such a module."""
 
 
 class Seam:

@@ -14,7 +14,7 @@ import torch
 from nemo_automodel.components.models.deepseek_v4 import layers as v4_layers
 from torch import nn
 
-from nemo_rl_dsv4.model.seam import Seam, attach, during, wrap_function
+from nemo_rl_dsv4.model.seam import Seam, attach, during, engine_dtype, wrap_function
 from nemo_rl_dsv4.numerics import QuantSpec, fake_quant
 from nemo_rl_dsv4.numerics.rotary import inverse_rope_fake_quant
 
@@ -46,7 +46,6 @@ class _Call:
 
 
 _call: ContextVar[_Call | None] = ContextVar("attention_call", default=None)
-_engine_dtype: ContextVar[torch.dtype | None] = ContextVar("engine_dtype", default=None)
 _scores: ContextVar[dict[str, QuantSpec] | None] = ContextVar("score_rounding", default=None)
 
 
@@ -91,7 +90,7 @@ class KvNorm(Seam):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D]; inside a float32 compressor the NoPE channels are rounded to the activations' dtype first."""
-        out, dtype = super().forward(x), _engine_dtype.get()
+        out, dtype = super().forward(x), engine_dtype.get()
         if dtype is None or dtype == out.dtype:
             return fake_quant(out, self._kv_spec)
         split = out.shape[-1] - self._kv_spec.keep_last
@@ -107,7 +106,7 @@ class Fp32Compressor(Seam):
         dtype = hidden_states.dtype
         if dtype == torch.float32:
             return super().forward(hidden_states, *args, **kwargs)
-        with during(_engine_dtype, dtype):
+        with during(engine_dtype, dtype):
             pooled, *rest = super().forward(hidden_states.float(), *args, **kwargs)
         return (pooled.to(dtype), *rest)
 

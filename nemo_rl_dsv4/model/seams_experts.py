@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from nemo_automodel.components.moe.experts import GroupedExperts, GroupedExpertsDeepEP
+from nemo_automodel.components.moe.layers import MLP
 from torch import nn
 
 from nemo_rl_dsv4.errors import UserError
@@ -38,6 +39,10 @@ class Hidden:
     spec: QuantSpec | None = None
     steps: tuple[str, ...] = AUTOMODEL_STEPS
 
+    def is_automodel(self, dtype: torch.dtype) -> bool:
+        """Whether AutoModel's own function computes this."""
+        return self.spec is None and (dtype == torch.float32 or self.steps == AUTOMODEL_STEPS)
+
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """[..., I] gate and up of one dtype to [..., I] in it."""
         steps = () if gate.dtype == torch.float32 else self.steps
@@ -51,6 +56,8 @@ class SharedExpert(Seam):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] to [..., hidden]."""
+        if self._hidden.is_automodel(x.dtype):
+            return super().forward(x)
         module: Any = self
         return module.down_proj(self._hidden(module.gate_proj(x), module.up_proj(x)))
 
@@ -78,22 +85,26 @@ def swiglu_limit(module: Any) -> float:
 
 def set_hidden(module: Any, name: str, **settings: Any) -> None:
     """Change fields of the `Hidden` of a routed or shared expert, attaching it first if AutoModel's own was there."""
-    if isinstance(module, nn.Module) and hasattr(module, "down_proj"):
-        if not isinstance(module, SharedExpert):
-            attach(module, SharedExpert, _hidden=Hidden(swiglu_limit(module)))
-        module._hidden = replace(module._hidden, **settings)
-        return
-    attribute = ACTIVATIONS[expert_class(module, name)]
     if not hasattr(module, "_hidden"):
         module._hidden = Hidden(swiglu_limit(module))
-        setattr(module, attribute, _weighted_hidden(module))
-    module._hidden = replace(module._hidden, **settings)
+        if isinstance(module, MLP):
+            attach(module, SharedExpert)
+        else:
+            attribute = ACTIVATIONS[expert_class(module, name)]
+            setattr(module, attribute, _weighted_hidden(module, getattr(module, attribute)))
+    holder: Any = module
+    holder._hidden = replace(holder._hidden, **settings)
 
 
-def _weighted_hidden(experts: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _weighted_hidden(experts: Any, own: Activation) -> Activation:
     """The activation function AutoModel's expert classes call: [N, 2I] gate and up, [N, 1] routing weights."""
 
     def activation(x: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
+        if experts._hidden.is_automodel(x.dtype):
+            return own(x, routing_weights)
         gate, up = x.chunk(2, dim=-1)
         hidden = experts._hidden(gate, up)
         if experts.config.apply_router_weight_after_down and not routing_weights.requires_grad:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_rl_dsv4.model.seam import Seam, attach, overlaid
-from nemo_rl_dsv4.model.weight_rounding import WeightRounding
+from nemo_rl_dsv4.model.seam import Seam, attach, engine_dtype, overlaid
+from nemo_rl_dsv4.model.weight_rounding import WeightRounding, _RoundedOnce
 from nemo_rl_dsv4.numerics import QuantSpec, fake_quant
 
 
@@ -32,6 +32,26 @@ class CastsInput(Seam):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] in any float dtype to [..., out] in the weight's."""
         return super().forward(x.to(self.weight.dtype))  # type: ignore[attr-defined]
+
+
+class EngineWeight(Seam):
+    """A linear layer that AutoModel keeps in float32 and the engine stores in BF16, where activations are BF16.
+
+    Operands with BF16 values and a float32 sum are what a BF16 product computes.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] float32 to [..., out] float32; the gradient reaches the float32 weight unrounded."""
+        module: Any = self
+        dtype = engine_dtype.get()
+        if dtype is None or dtype == torch.float32:
+            return super().forward(x)
+        weight = module.weight
+        module.__dict__["weight"] = _RoundedOnce.apply(weight, weight.detach().to(dtype).to(weight.dtype))
+        try:
+            return super().forward(x)
+        finally:
+            del module.__dict__["weight"]
 
 
 def round_linear(linear: nn.Module, weight: QuantSpec | None, inputs: QuantSpec | None) -> None:

@@ -133,11 +133,11 @@ class ScoringHead(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.targets is None:
             return super().forward(hidden)
+        # A BF16 head belongs to BF16 activations; a float32 model keeps every bit.
+        numerics = AUTOMODEL_HEAD if hidden.dtype == torch.float32 else self.numerics
         if self.chunk_size is None:
-            return token_logprobs(head_logits(hidden, self.weight, self.numerics), self.targets)
-        return chunked_token_logprobs(
-            hidden, self.weight, self.targets, chunk_size=self.chunk_size, numerics=self.numerics
-        )
+            return token_logprobs(head_logits(hidden, self.weight, numerics), self.targets)
+        return chunked_token_logprobs(hidden, self.weight, self.targets, chunk_size=self.chunk_size, numerics=numerics)
 
 
 def install_scoring_head(

@@ -62,7 +62,7 @@ class PolicyActor:
         if spec.checkpoint is not None:
             checkpoint = ReleaseCheckpoint(Path(spec.checkpoint), config_overrides=spec.config_overrides)
             self.source_scales = SourceScales(checkpoint.scales())
-        return self.worker.rounding.summary() if self.worker.rounding else "nothing rounded"
+        return self.worker.rounding.summary()
 
     def get_logprobs(self, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See `PolicyWorker.get_logprobs`."""

@@ -39,6 +39,7 @@ class PolicySpec:
         profile: name of the rollout profile.
         fake_quant: site group -> rounded in training.
         fp8: multiply in FP8 where both operands are rounded.
+        alignment: switch -> value, for those that do not follow the profile.
         precision: `float32` or `bfloat16`.
         backend: AutoModel backend fields.
         config_overrides: values that replace those of the checkpoint's config.json.
@@ -76,6 +77,7 @@ class PolicySpec:
     device: str = "cpu"
     cpu_offload: bool = False
     offload_optimizer_for_logprob: bool = False
+    alignment: Mapping[str, bool] = field(default_factory=dict)
 
 
 def check_scale_kind(checkpoint: Path, hf_config: Mapping[str, Any], profile: RolloutProfile) -> bool:
@@ -164,7 +166,6 @@ def build_worker(spec: PolicySpec) -> PolicyWorker:
         automodel_config(hf_config),
         backend=spec.backend,
         dtype=resolve_dtype(spec.precision),
-        routing_weight_after_down=bool(spec.fake_quant.get("experts")),
         seed=spec.seed,
         device=weights_device(spec) if spec.checkpoint is None else torch.device("meta"),
     )
@@ -175,6 +176,7 @@ def build_worker(spec: PolicySpec) -> PolicyWorker:
         load=load,
         profile=profile,
         fake_quant=spec.fake_quant,
+        alignment=spec.alignment,
         micro_batch_size=spec.micro_batch_size,
         logprob_batch_size=spec.logprob_batch_size,
         optimizer=spec.optimizer,

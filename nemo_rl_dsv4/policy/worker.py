@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.fp8 import install_fp8
-from nemo_rl_dsv4.model.qat import InstallReport, install_fake_quant, invalidate_rounded_weights
+from nemo_rl_dsv4.model.qat import InstallReport, install_numerics, invalidate_rounded_weights
 from nemo_rl_dsv4.model.router_replay import RouterReplayer
-from nemo_rl_dsv4.model.token_logprobs import install_scoring_head, scoring
+from nemo_rl_dsv4.model.token_logprobs import AUTOMODEL_HEAD, BF16_HEAD, install_scoring_head, scoring
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
 from nemo_rl_dsv4.policy.layout import DOCUMENT_MULTIPLE, TokenLayout, packed_layout, plain_layout
 from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
@@ -45,6 +45,7 @@ class PolicyWorker:
         fp8: multiply in FP8 where both operands are rounded (`model.fp8`); needs weights, inputs and experts on.
         profile: the rollout whose rounding to install.
         fake_quant: which site groups to round.
+        alignment: switches beyond rounding that do not follow the profile.
         micro_batch_size: sequences of one forward and backward pass.
         logprob_batch_size: sequences of one scoring pass.
         optimizer: `{name, kwargs}` of the recipe.
@@ -86,17 +87,16 @@ class PolicyWorker:
         cpu_offload: bool = False,
         offload_optimizer_for_logprob: bool = False,
         fp8: bool = False,
+        alignment: Mapping[str, bool] | None = None,
     ) -> None:
         self.meshes, self.packing = meshes, packing
         slices = DOCUMENT_MULTIPLE * meshes.sizes.cp if meshes.sizes.cp > 1 else 1
         self.sequence_multiple = math.lcm(sequence_multiple, slices)
-        self.rounding: InstallReport | None = None
-        if any(fake_quant.values()):
-            self.rounding = install_fake_quant(model, profile, fake_quant)
+        self.rounding: InstallReport = install_numerics(model, profile, fake_quant, alignment)
         if fp8:
-            assert self.rounding is not None
             install_fp8(model, self.rounding)
-        self.head = install_scoring_head(model, chunk_size=logprob_chunk_size)
+        head = BF16_HEAD if self.rounding.aligned["logits_bf16"] == "on" else AUTOMODEL_HEAD
+        self.head = install_scoring_head(model, chunk_size=logprob_chunk_size, numerics=head)
         self.router = None if router is RouterMode.OWN else RouterReplayer(model, replay=router is RouterMode.REPLAY)
         self.model = parallelize(
             model,

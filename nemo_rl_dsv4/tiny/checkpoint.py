@@ -22,6 +22,7 @@ from nemo_rl_dsv4.data.tokenizer import Tokenizer
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.build import CPU_BACKEND
 from nemo_rl_dsv4.model.release_writer import write_release_checkpoint
+from nemo_rl_dsv4.numerics.alignment import SWITCHES as ALIGNMENT_SWITCHES
 from nemo_rl_dsv4.policy.group import PolicyGroup
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec
@@ -153,6 +154,7 @@ def warm_start(
         sizes=ParallelSizes(group.world, replicate=group.world),
         profile="bf16",
         fake_quant={},
+        alignment=dict.fromkeys(ALIGNMENT_SWITCHES, False),
         precision="float32",
         backend=CPU_BACKEND,
         device=group.device,

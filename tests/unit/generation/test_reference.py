@@ -10,7 +10,7 @@ from nemo_rl_dsv4.generation.reference import ReferenceEngine
 from nemo_rl_dsv4.generation.sampling import SamplingParams
 from nemo_rl_dsv4.model.build import build_model
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
-from nemo_rl_dsv4.model.qat import SWITCHES, install_fake_quant
+from nemo_rl_dsv4.model.qat import SWITCHES, install_numerics
 from nemo_rl_dsv4.model.token_logprobs import token_logprobs
 from nemo_rl_dsv4.numerics import get_profile
 from nemo_rl_dsv4.refit import export_weights
@@ -31,9 +31,9 @@ def prompt(length, seed=0):
 
 
 def trainer_logprobs(config, state, ids, switches):
-    model = build_model(automodel_config(config), routing_weight_after_down=True, seed=0)
+    model = build_model(automodel_config(config), seed=0)
     model.load_state_dict(state)
-    install_fake_quant(model, get_profile("vllm-hopper"), switches)
+    install_numerics(model, get_profile("vllm-hopper"), switches)
     with torch.no_grad():
         return token_logprobs(model(ids).logits, torch.roll(ids, -1, 1))[:, :-1]
 
@@ -46,10 +46,16 @@ def decode_and_score(engine):
     return torch.tensor(completion.logprobs), scored
 
 
-def test_cached_decoding_equals_one_forward_pass(config_once, training_once):
+@pytest.fixture(scope="module")
+def plain_engine(config_once, training_once):
+    """Rounds nothing, so a last bit stays a last bit."""
     engine = ReferenceEngine(config_once, get_profile("bf16"), experts="grouped_mm")
     engine.update_weights(export_weights(training_once, "bf16", unquantized=torch.float32))
-    decoded, scored = decode_and_score(engine)
+    return engine
+
+
+def test_cached_decoding_equals_one_forward_pass(plain_engine):
+    decoded, scored = decode_and_score(plain_engine)
     torch.testing.assert_close(decoded, scored, rtol=0, atol=5e-5)  # measured 3.6e-6
 
 
@@ -78,7 +84,8 @@ def test_each_site_group_is_needed_for_agreement(engine, config_once, training_o
     assert without > 3 * aligned, (without, aligned)
 
 
-def test_unequal_prompts_in_one_batch_give_what_they_give_alone(engine):
+def test_unequal_prompts_in_one_batch_give_what_they_give_alone(plain_engine):
+    engine = plain_engine
     prompts = [prompt(30, 1), prompt(34, 2), prompt(41, 3)]
     params = SamplingParams(6)
     together = engine.generate(prompts, params, seed=9)

@@ -78,7 +78,6 @@ def test_diff_names_what_parts_two_vendors_and_nothing_else() -> None:
     assert {(row["site"], row["field"]) for row in found} == {
         ("linear.input", "rounding"),
         ("expert.input", "rounding"),
-        ("expert.hidden", "rounding"),
         ("hidden_bf16_steps", "format"),
     }
     assert found[0]["vllm-hopper"] == "log2f" and found[0]["vllm-blackwell"] == "bits"

@@ -1,0 +1,222 @@
+"""What an FP8 engine computes between its rounding sites, on transformers' DeepSeek-V4, in BF16 or float32.
+
+transformers rounds to BF16 where it is convenient; the engine's kernels keep float32 inside a kernel and round once at
+its end. Nothing here changes a float32 model beyond the order of a sum. AutoModel's counterpart is
+`nemo_rl_dsv4.model.alignment`; the two share `nemo_rl_dsv4.numerics` and the means of attaching, not the formulas.
+
+Shapes: B batch, S tokens, T routed tokens, H heads, D channels of a head, K chosen experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
+
+from nemo_rl_dsv4.model.seam import Seam, attach, during, wrap_function
+from nemo_rl_dsv4.numerics import QuantSpec, fake_quant
+from nemo_rl_dsv4.numerics.rotary import inverse_rope_fake_quant
+from nemo_rl_dsv4.numerics.swiglu import swiglu_fake_quant
+
+
+@dataclass
+class _Attention:
+    """One forward pass of one attention layer: its RoPE tables, dtype, and whether wo_a undoes the rotation."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    dtype: torch.dtype
+    fused: bool
+
+
+_attention: ContextVar[_Attention | None] = ContextVar("engine_attention", default=None)
+_around: ContextVar[torch.dtype | None] = ContextVar("engine_activations", default=None)
+
+
+class EngineAttention(Seam):
+    """Marks one attention layer's forward for the wrapped functions."""
+
+    _fused: bool
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, **kwargs: Any) -> Any:
+        """transformers' attention."""
+        cos, sin = position_embeddings[self.rope_layer_type]  # type: ignore[attr-defined]
+        with during(_attention, _Attention(cos, sin, hidden_states.dtype, self._fused)):
+            return super().forward(hidden_states, position_embeddings, **kwargs)
+
+
+class EngineOutput(Seam):
+    """wo_a: inverse RoPE in float32 and rounding in one step."""
+
+    _spec: QuantSpec
+    _heads: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, G, H/G * D] before the inverse rotation."""
+        call = _attention.get()
+        assert call is not None, "wo_a ran outside its attention layer"
+        batch, length, groups, width = x.shape
+        heads = x.reshape(batch, length, self._heads, groups * width // self._heads)
+        cos, sin = (t.float().expand(batch, length, -1).contiguous() for t in (call.cos, call.sin))
+        return super().forward(inverse_rope_fake_quant(heads, cos, sin, self._spec, n_groups=groups))
+
+
+class EngineNorm(Seam):
+    """RMSNorm in float32 with one cast at its end."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] in its own dtype."""
+        module: Any = self
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.variance_epsilon)
+        return (module.weight.float() * normed).to(x.dtype)
+
+
+class EngineKvNorm(Seam):
+    """A KV norm: NoPE channels as the cache holds them, RoPE channels untouched."""
+
+    _spec: QuantSpec
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D]; inside a compressor `x` is float32 and the cache's BF16 comes first."""
+        out = super().forward(x)
+        nope, rope = out.split([out.shape[-1] - self._spec.keep_last, self._spec.keep_last], dim=-1)
+        stored = fake_quant(nope.to(_around.get() or out.dtype), replace(self._spec, keep_last=0))
+        return torch.cat([stored.to(out.dtype), rope], dim=-1)
+
+
+class InFloat32(Seam):
+    """A module whose first argument goes to float32: query norm, routers."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """transformers' forward on float32."""
+        return super().forward(x.float(), *args, **kwargs)
+
+
+class EngineRope(Seam):
+    """Rotary tables in float32."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """transformers takes only device and dtype from `x`."""
+        return super().forward(x.new_empty(0, dtype=torch.float32), *args, **kwargs)
+
+
+class EngineCompressor(Seam):
+    """Float32 from pooling to RoPE, then one cast."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """transformers' compressor."""
+        with during(_around, hidden_states.dtype):
+            compressed, bias = super().forward(hidden_states.float(), *args, **kwargs)
+        return compressed.to(hidden_states.dtype), bias
+
+
+class EngineScorer(Seam):
+    """The indexer's scores of rounded queries and keys."""
+
+    _query: QuantSpec | None
+    _keys: QuantSpec | None
+
+    def forward(self, q: torch.Tensor, keys: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """q [B, S, H, D], keys [B, N, D] and hidden states, brought to the activations' dtype first."""
+        dtype = self.weights_proj.weight.dtype  # type: ignore[attr-defined]
+        q, keys = q.to(dtype), keys.to(dtype)
+        q = q if self._query is None else fake_quant(q, self._query)
+        keys = keys if self._keys is None or keys.shape[1] == 0 else fake_quant(keys, self._keys)
+        return super().forward(q, keys, hidden_states.to(dtype))
+
+
+class EngineMlp(Seam):
+    """A shared expert."""
+
+    _spec: QuantSpec | None
+    _steps: tuple[str, ...]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] to the same."""
+        module: Any = self
+        gate, up = module.gate_proj(x), module.up_proj(x)
+        return module.down_proj(hidden_state(gate, up, self._spec, module.limit, self._steps))
+
+
+class EngineExperts(Seam):
+    """Routed experts: BF16 products, weighted and summed in float32, one cast."""
+
+    def forward(self, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, hidden], [T, K] expert ids and [T, K] float32 weights to [T, hidden]."""
+        module: Any = self
+        total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+        for expert in ids.unique().tolist():
+            token, slot = torch.where(ids == expert)
+            hidden = module._apply_gate(nn.functional.linear(hidden_states[token], module.gate_up_proj[expert]))
+            out = nn.functional.linear(hidden, module.down_proj[expert])
+            total.index_add_(0, token, out.float() * weights[token, slot, None].float())
+        return total.to(hidden_states.dtype)
+
+
+def hidden_state(
+    gate: torch.Tensor, up: torch.Tensor, spec: QuantSpec | None, limit: float, steps: tuple[str, ...]
+) -> torch.Tensor:
+    """Clamp, SwiGLU and rounding; a float32 model makes no BF16 steps."""
+    return swiglu_fake_quant(gate, up, spec, limit=limit, bf16_steps=() if gate.dtype == torch.float32 else steps)
+
+
+def _rope(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def apply_rotary_pos_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any):
+        call = _attention.get()
+        if call is None or cos is not call.cos:
+            return original(x, cos, sin, *args, **kwargs)
+        if sin is not call.sin and call.fused:
+            return x
+        return original(x, cos, sin, *args, **kwargs).to(call.dtype)
+
+    return apply_rotary_pos_emb
+
+
+def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
+    def eager_attention_forward(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *a, **k
+    ):
+        if _attention.get() is None:
+            return original(module, query, key, value, *a, **k)
+        out, probs = original(module, query.float(), key.float(), value.float(), *a, **k)
+        return out.to(query.dtype), probs
+
+    return eager_attention_forward
+
+
+def install_engine_numerics(model: hf.DeepseekV4ForCausalLM, dtype: torch.dtype) -> None:
+    """Cast the model to `dtype`, but for what the engine keeps in float32, and attach what no rounding site needs.
+
+    Float32 stay: hyper-connections, sinks, position tables, norms, routers, and the compressors' two projections, whose
+    weights arrive in BF16 and whose products the engine leaves in float32.
+    """
+    wrap_function(hf, "apply_rotary_pos_emb", _rope)
+    wrap_function(hf, "eager_attention_forward", _attend)
+    nn.Module.to(model, dtype)
+    for module in list(model.modules()):
+        if isinstance(module, hf.DeepseekV4HyperConnection | hf.DeepseekV4HyperHead):
+            module.float()
+        elif isinstance(module, hf.DeepseekV4Attention):
+            module.sinks.data = module.sinks.data.float()
+            attach(module, EngineAttention, _fused=False)
+            attach(module.q_b_norm, InFloat32)
+        elif isinstance(module, hf.DeepseekV4RMSNorm):
+            attach(module.float(), EngineNorm)
+        elif isinstance(module, hf.DeepseekV4RotaryEmbedding):
+            attach(module.float(), EngineRope)
+        elif isinstance(module, hf.DeepseekV4TopKRouter | hf.DeepseekV4HashRouter):
+            attach(module.float(), InFloat32)
+        elif isinstance(module, hf.DeepseekV4Experts) and dtype != torch.float32:
+            attach(module, EngineExperts)
+        if isinstance(module, hf.DeepseekV4HCACompressor | hf.DeepseekV4CSACompressor | hf.DeepseekV4Indexer):
+            module.kv_proj.float()
+            module.gate_proj.float()
+            module.position_bias.data = module.position_bias.data.float()
+            if not isinstance(module, hf.DeepseekV4Indexer):
+                attach(module, EngineCompressor)

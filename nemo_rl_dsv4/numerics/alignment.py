@@ -1,0 +1,101 @@
+"""Where AutoModel 0.7.0 computes something else than the rollout engine, rounding sites apart: one row a switch.
+
+`RolloutProfile.alignment` has a default for each; `policy.dsv4.alignment` overrides it; `nemo_rl_dsv4.model.alignment`
+installs it. `docs/alignment.md` has the measured effect of each.
+"""
+
+from dataclasses import dataclass
+
+_V4 = "vLLM 0.26.0 vllm/models/deepseek_v4"
+_MOE = "vLLM 0.26.0 vllm/model_executor/layers/fused_moe"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference between the engine and AutoModel.
+
+    Attributes:
+        switch: name of the key under `policy.dsv4.alignment`.
+        engine: what the rollout does, and the trainer does too with the switch on.
+        automodel: what AutoModel 0.7.0 does, and the trainer does with the switch off.
+        source: project, version, file and function in which the engine's side was read.
+        float32: the switch changes more than BF16 casts; the others change no bit of a float32 model.
+    """
+
+    switch: str
+    engine: str
+    automodel: str
+    source: str
+    float32: bool = False
+
+
+DIFFERENCES = (
+    Difference(
+        "rope_fp32",
+        "cos and sin are float32",
+        "cos and sin are cast to the activations' dtype",
+        "vLLM 0.26.0 vllm/model_executor/layers/rotary_embedding/deepseek_scaling_rope.py _compute_cos_sin_cache",
+    ),
+    Difference(
+        "query_norm_fp32",
+        "per-head query RMSNorm stays in float32 through RoPE, then one BF16 cast",
+        "a BF16 cast after the norm and another after RoPE",
+        "vLLM main 057dcc0 csrc/fused_deepseek_v4_qnorm_rope_kv_insert_kernel.cu "
+        "fusedDeepseekV4QNormRopeKVRopeQuantInsertKernel",
+    ),
+    Difference(
+        "attention_fp32",
+        "attention logits and softmax in float32",
+        "attn: sdpa rounds logits to BF16 before the softmax and the weights after it; attn: tilelang does not",
+        "FlashMLA sparse prefill and decode, function not verified",
+    ),
+    Difference(
+        "compressor_fp32",
+        "compressed entries and indexer keys come from BF16 weights and stay in float32 from pooling through norm and "
+        "RoPE, then one BF16 cast",
+        "float32 weights; a BF16 cast after pooling, after the norm and after RoPE",
+        f"{_V4}/common/ops/fused_compress_quant_cache.py _fused_kv_compress_norm_rope_insert_sparse_attn, "
+        "_fused_kv_compress_norm_rope_insert_indexer_attn",
+    ),
+    Difference(
+        "gate_fp32",
+        "router logits in float32",
+        "router logits in BF16 unless backend.gate_precision is float32; hash layers in float32",
+        f"{_V4}/nvidia/model.py DeepseekV4MoE (GateLinear with out_dtype float32)",
+    ),
+    Difference(
+        "routing_weights_fp32",
+        "routing weights stay in float32 up to the sum over experts",
+        "routing weights are cast to the activations' dtype",
+        f"{_MOE}/deep_gemm_utils.py _fwd_kernel_ep_gather",
+    ),
+    Difference(
+        "routing_weight_after_down",
+        "the routing weight multiplies the output of the down projection",
+        "it multiplies the hidden state before the down projection",
+        f"{_MOE}/deep_gemm_utils.py _fwd_kernel_ep_gather",
+        float32=True,
+    ),
+    Difference(
+        "silu_bf16_steps",
+        "the expert hidden state is rounded to BF16 after the profile's hidden_bf16_steps (routed) and "
+        "shared_hidden_bf16_steps (shared)",
+        "float32 from clamp to product, then one BF16 cast",
+        "vLLM 0.26.0 vllm/model_executor/layers/quantization/utils/fp8_utils.py "
+        "_silu_mul_per_token_group_quant_fp8_colmajor (Hopper), _silu_mul_quant_fp8_packed_kernel (Blackwell)",
+    ),
+    Difference(
+        "logits_bf16",
+        "lm_head multiplies in BF16 and leaves BF16 logits",
+        "lm_head multiplies with its float32 weight; the logits are cast to BF16",
+        "vLLM 0.26.0 vllm/model_executor/layers/logits_processor.py LogitsProcessor (head_dtype unset)",
+    ),
+    Difference(
+        "yarn_on_window_layers",
+        "vLLM up to 0.29 applies YaRN to ratio-0 layers as well, with their own theta",
+        "ratio-0 layers have no YaRN",
+        f"{_V4}/common/rope.py build_deepseek_v4_rope",
+        float32=True,
+    ),
+)
+SWITCHES = tuple(row.switch for row in DIFFERENCES)
