@@ -7,7 +7,8 @@ The folder is a checkpoint of the tiny model, which the tiny recipe makes on its
 reference engine (transformers) with the profile's numerics; it samples answers to word problems and scores them. The
 trainer (AutoModel) scores the same tokens with every switch as the profile says, with one off, with one on alone, and
 without rounding. The model gets a YaRN section (factor 16, original length 64), which the tiny config lacks,
-so that `yarn_on_window_layers` has something to stretch.
+so that `yarn_on_window_layers` has something to stretch, and its weights move by `--noise` relative noise, as training
+moves them off the checkpoint's FP8 and BF16 grid.
 
 k1 = mean(r - t), k3 = mean(exp(t - r) - 1 - (t - r)), probs diff = mean |exp t - exp r| over response tokens, r rollout
 and t training log-probabilities.
@@ -32,7 +33,7 @@ from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.reference import ReferenceEngine
 from nemo_rl_dsv4.generation.sampling import SamplingParams
 from nemo_rl_dsv4.grpo.metrics import mismatch_metrics
-from nemo_rl_dsv4.model.build import build_model, resolve_dtype
+from nemo_rl_dsv4.model.build import CPU_BACKEND, build_model, resolve_dtype
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.hf_config import read_config
 from nemo_rl_dsv4.model.qat import SWITCHES as SITE_GROUPS
@@ -44,6 +45,17 @@ from nemo_rl_dsv4.refit import export_weights
 
 YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
 COLUMNS = {"k1": "rollout_corr/kl", "k3": "gen_kl_error", "probs diff": "training/rollout_probs_diff_mean"}
+
+
+def moved(state: Mapping[str, torch.Tensor], noise: float) -> dict[str, torch.Tensor]:
+    """float32 weights times 1 + noise * N(0, 1); integer tables as they are."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: value * (1 + noise * torch.randn(value.shape, generator=generator))
+        if value.is_floating_point()
+        else value
+        for name, value in state.items()
+    }
 
 
 def sample(engine: ReferenceEngine, folder: Path, count: int, new_tokens: int) -> list[torch.Tensor]:
@@ -72,7 +84,8 @@ def trainer_logprobs(
     alignment: Mapping[str, bool],
 ) -> list[torch.Tensor]:
     """float32 [rows, S] of each batch, position 0 zero, from a fresh AutoModel with these switches."""
-    model = build_model(automodel_config(config), dtype=resolve_dtype(args.precision), seed=0)
+    backend = {**CPU_BACKEND, "gate_precision": None}  # AutoModel's default, so that gate_fp32 has something to change
+    model = build_model(automodel_config(config), backend=backend, dtype=resolve_dtype(args.precision), seed=0)
     model.load_state_dict(state)
     install_numerics(model, get_profile(args.profile), rounding, alignment)
     model.eval()
@@ -96,22 +109,22 @@ def mismatch(train: list[torch.Tensor], rollout: list[torch.Tensor], new_tokens:
 def variants() -> list[tuple[str, dict[str, bool], dict[str, bool]]]:
     """(label, rounding groups, alignment overrides) in the order of the table."""
     on, off = dict.fromkeys(SITE_GROUPS, True), dict.fromkeys(SITE_GROUPS, False)
-    none = dict.fromkeys(SWITCHES, False)
-    # Rounding experts needs the routing weight after the down projection; rows without it round all but experts.
-    rows = [("all as the profile", on, {}), ("rounding only, AutoModel otherwise", on, {**none, **_needed(on)})]
+    # Other RoPE frequencies are another function: without them nothing else can be seen, so they stay as the profile
+    # has them in every row but their own. Rounding experts needs the routing weight after the down projection.
+    automodel = {name: False for name in SWITCHES if name != "yarn_on_window_layers"}
+    rounded = {**automodel, "routing_weight_after_down": True}
+    rows = [("all as the profile", on, {}), ("rounding, no other switch", on, rounded)]
     for switch in SWITCHES:
-        groups = {**on, "experts": False} if switch == "routing_weight_after_down" else on
         if switch == "routing_weight_after_down":
-            rows.append(("all but rounding of experts", groups, {}))
-        rows.append((f"{switch} off", groups, {switch: False}))
-        rows.append((f"{switch} on alone", on, {**none, **_needed(on), switch: True}))
+            rows.append(("all but rounding of experts", {**on, "experts": False}, {}))
+            rows.append((f"the same, {switch} off", {**on, "experts": False}, {switch: False}))
+            continue
+        rows.append((f"{switch} off", on, {switch: False}))
+        if switch != "yarn_on_window_layers":
+            rows.append((f"{switch} on alone", on, {**rounded, switch: True}))
     rows += [(f"fake_quant.{group} off", {**on, group: False}, {}) for group in SITE_GROUPS]
-    rows += [("aligned, nothing rounded", off, {}), ("AutoModel as it is", off, none)]
+    rows += [("aligned, nothing rounded", off, {}), ("nothing rounded, no other switch", off, automodel)]
     return rows
-
-
-def _needed(groups: Mapping[str, bool]) -> dict[str, bool]:
-    return {"routing_weight_after_down": True} if groups["experts"] else {}
 
 
 def main() -> int:
@@ -122,14 +135,18 @@ def main() -> int:
     parser.add_argument("--precision", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rows", type=int, default=32, help="short sequences; a quarter as many long ones")
     parser.add_argument("--new-tokens", type=int, default=32, help="sampled tokens a sequence")
+    parser.add_argument("--noise", type=float, default=1e-3, help="relative noise on every weight (default: 1e-3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     try:
         config = read_config(args.checkpoint, {"rope_scaling": YARN})
-        state = read_release_checkpoint(args.checkpoint)
+        state = moved(read_release_checkpoint(args.checkpoint), args.noise)
         dtype = resolve_dtype(args.precision)
         engine = ReferenceEngine(config, get_profile(args.profile), dtype=dtype)
-        engine.update_weights(export_weights(state, args.profile, unquantized=dtype))
+        # The trainer's parameters are in its precision, and those are what a refit sends.
+        held = build_model(automodel_config(config), dtype=dtype, seed=0)
+        held.load_state_dict(state)
+        engine.update_weights(export_weights(held.state_dict(), args.profile, unquantized=dtype))
         batches = sample(engine, args.checkpoint, args.rows, args.new_tokens)
         rollout = [engine.score(ids) for ids in batches]
         rows = []

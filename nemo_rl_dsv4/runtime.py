@@ -6,6 +6,7 @@ Reads top to bottom: tokenizer and data, processes, checkpoint, policy and rollo
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -46,6 +47,8 @@ from nemo_rl_dsv4.utils.run_logger import RunLogger
 from nemo_rl_dsv4.utils.run_summary import summary_lines, whole_run_summary
 
 TINY = "tiny"
+INSTALL_FILE = "rounding.json"
+"""Written to the run folder: every module of the policy, what rounds there, what does not and why."""
 RAY_OBJECT_STORE_BYTES = 256 * 1024**2
 RAY_START_SECONDS = 120
 """Ray's own limit is 30 seconds, too few on a machine that is busy."""
@@ -96,6 +99,7 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
         console.print(f"training rounds: {rounding}", highlight=False, soft_wrap=True)
         environment = MathEnvironment(num_workers=config.env.math.num_workers)
         logger, store, resume_from = open_run(config, settings.checkpointing, resume)
+        (logger.run_dir / INSTALL_FILE).write_text(json.dumps(group.install_report(), indent=1), encoding="utf-8")
         if resume_from is not None:
             step = resume_from.name.removeprefix("step_")
             console.print(f"resuming from step {step} of {resume}", highlight=False, soft_wrap=True, markup=False)

@@ -150,7 +150,7 @@ def _set_steps(modules: Mapping[str, nn.Module], profile: RolloutProfile) -> str
 
 def _set_yarn(model: Any) -> str:
     config = model.config
-    if not config.rope_scaling:
+    if str((config.rope_scaling or {}).get("type", "")).lower() != "yarn":
         return "on, but the model has no YaRN"
     rotary = model.model.rotary_emb
     stretched = v4_layers.DeepseekV4RotaryEmbedding(

@@ -64,6 +64,10 @@ class PolicyActor:
             self.source_scales = SourceScales(checkpoint.scales())
         return self.worker.rounding.summary()
 
+    def install_report(self) -> dict[str, Any]:
+        """What was installed on the model, module by module, as JSON values."""
+        return self.worker.rounding.to_dict()
+
     def get_logprobs(self, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See `PolicyWorker.get_logprobs`."""
         return self.worker.get_logprobs(data)
@@ -178,6 +182,10 @@ class PolicyGroup:
         return get(
             [actor.build.remote(spec, nodes.count(node)) for actor, node in zip(self.actors, nodes, strict=True)]
         )[0]
+
+    def install_report(self) -> dict[str, Any]:
+        """What was installed on the model, module by module, as JSON values; the same on every rank."""
+        return get(self.actors[0].install_report.remote())
 
     def _by_data_rank(self, data: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """One slice of the rows for each rank; ranks of one context-parallel group get the same slice."""

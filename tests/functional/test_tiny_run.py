@@ -38,7 +38,7 @@ def test_a_run_writes_what_it_says(run, tmp_path):
         assert f"train/{name}" in steps[1], sorted(steps[1])
     assert steps[0]["refit/quantized"] > 100 and steps[2]["refit/quantized"] > 100
     assert steps[1]["train/gen_kl_error"] < 1e-4
-    for name in ("config.yaml", "summary.json", "summary.png", "report.html"):
+    for name in ("config.yaml", "rounding.json", "summary.json", "summary.png", "report.html"):
         assert (run_dir / name).stat().st_size > 0
         assert str(Path("logs") / "exp_001" / name) in done.stdout
     assert {path.name for path in (tmp_path / "results/exp_001").iterdir()} == {"step_1", "step_2"}

@@ -38,8 +38,23 @@ def test_profiles_lists_names_and_sites(capsys):
     rows = json.loads(capsys.readouterr().out)["rows"]
     linear = next(row for row in rows if row["site"] == "linear.weight")
     assert (linear["groups"], linear["scale"]) == ("128x128", "ue8m0")
+    hidden = next(row for row in rows if row["site"] == "expert.hidden")
+    assert hidden["source"].startswith("vLLM 0.26.0 vllm/") and hidden["source"].endswith("_colmajor")
     assert main(["profiles", "vllm-hopper"]) == 0
-    assert "fp8_ds_mla" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "fp8_ds_mla" in shown
+    assert "amax floor: the block maximum is clamped to this from below" in shown
+    assert "yarn_on_window_layers: vLLM 0.26.0 vllm/models/deepseek_v4/common/rope.py build_deepseek_v4_rope" in shown
+
+
+def test_every_row_of_a_vllm_profile_names_a_function_or_says_that_it_is_not_verified():
+    from nemo_rl_dsv4.numerics.profiles import PROFILES, STEP
+
+    for name, profile in PROFILES.items():
+        for row in profile.rows():
+            if name.startswith("vllm") and row["note"] != STEP:
+                named = ".py" in row["source"] or ".cu" in row["source"]
+                assert named or "function not verified" in row["source"], (name, row)
 
 
 def test_profiles_diff_ends_with_1_where_two_differ(capsys):
@@ -48,6 +63,8 @@ def test_profiles_diff_ends_with_1_where_two_differ(capsys):
     assert {"site": "linear.input", "field": "rounding", "vllm-hopper": "log2f", "vllm-blackwell": "bits"} in found
     assert main(["profiles", "--diff", "bf16", "bf16"]) == 0
     assert capsys.readouterr().out.strip() == "no difference"
+    assert main(["profiles", "--help"]) == 0
+    assert "exit 0 if they agree, 1 if they differ" in " ".join(capsys.readouterr().out.split())
 
 
 def test_plot_names_what_it_wrote(capsys, tmp_path):
