@@ -153,6 +153,7 @@ def _set_yarn(model: Any) -> str:
     if str((config.rope_scaling or {}).get("type", "")).lower() != "yarn":
         return "on, but the model has no YaRN"
     rotary = model.model.rotary_emb
+    rotary.window_scaling = config.rope_scaling  # for a model on meta, whose frequencies are computed again
     stretched = v4_layers.DeepseekV4RotaryEmbedding(
         rope_theta=float(config.rope_theta),
         head_dim=int(config.head_dim),

@@ -128,5 +128,6 @@ def _rotary_frequencies(path: str, model: torch.nn.Module, device: torch.device)
         rope_theta=float(config.compress_rope_theta if compressed else config.rope_theta),
         head_dim=int(config.head_dim),
         partial_rotary_factor=config.qk_rope_head_dim / config.head_dim,
-        rope_scaling=config.rope_scaling if compressed else None,
+        # `model.alignment` leaves the engine's scaling of window layers on the module.
+        rope_scaling=config.rope_scaling if compressed else getattr(model.get_submodule(path), "window_scaling", None),
     ).inv_freq.to(device)

@@ -28,6 +28,7 @@ from nemo_automodel.components.moe.layers import Gate
 from torch import Tensor, nn
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.seam import Seam
 from nemo_rl_dsv4.routes import (
     MISSING_EXPERT,
     ROUTED_EXPERTS,
@@ -140,7 +141,9 @@ class RouterReplayer:
         if isinstance(gate, DeepseekV4HashGate):
             self._tables[layer] = gate
             return
-        if not isinstance(gate, Gate) or type(gate).forward is not Gate.forward:
+        # A seam (float32 logits and weights) runs the gate's own forward, where the handle below answers.
+        own = next(cls for cls in type(gate).__mro__ if not issubclass(cls, Seam))
+        if not isinstance(gate, Gate) or own.forward is not Gate.forward:
             raise UserError(
                 f"{name}.mlp.gate is a {type(gate).__name__}; router replay knows Gate and DeepseekV4HashGate only "
                 "(switch backend.fake_balanced_gate off)"

@@ -185,7 +185,7 @@ class PolicyGroup:
 
     def install_report(self) -> dict[str, Any]:
         """What was installed on the model, module by module, as JSON values; the same on every rank."""
-        return get(self.actors[0].install_report.remote())
+        return get([self.actors[0].install_report.remote()])[0]
 
     def _by_data_rank(self, data: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """One slice of the rows for each rank; ranks of one context-parallel group get the same slice."""

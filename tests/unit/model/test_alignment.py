@@ -8,7 +8,7 @@ import torch
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.reference import ReferenceEngine
 from nemo_rl_dsv4.model.alignment import install_alignment, resolve_alignment
-from nemo_rl_dsv4.model.build import CPU_BACKEND, build_model
+from nemo_rl_dsv4.model.build import CPU_BACKEND, build_model, materialize
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.qat import SWITCHES as SITE_GROUPS
 from nemo_rl_dsv4.model.qat import install_numerics
@@ -72,6 +72,9 @@ def test_yarn_reaches_window_layers_only_where_the_engine_has_it(config_once, tr
     install_alignment(model, HOPPER)
     after = model.model.rotary_emb.inv_freq
     assert torch.equal(after[0], before[0]) and torch.allclose(after[-1], before[-1] / 16)
+    on_meta = build_model(automodel_config(config_once), seed=0, device=torch.device("meta"))
+    install_alignment(on_meta, HOPPER)
+    assert torch.equal(materialize(on_meta, torch.device("cpu")).model.rotary_emb.inv_freq, after)
     engine = ReferenceEngine(config_once, HOPPER)
     torch.testing.assert_close(engine.model.model.rotary_emb.main_inv_freq, after)
     without = make_model({**config_once, "rope_scaling": None}, training_once, torch.float32)
