@@ -8,14 +8,16 @@ Installed after `install_fake_quant`, on the modules where both operands of a pr
 | wo_a | `scaled_linear` in groups |
 | routed experts, `torch` or `torch_mm` or DeepEP | `scaled_grouped_mm` in place of `torch._grouped_mm` |
 
-Everything else keeps the training dtype: router gate, compressors, indexer head weights, embedding, head, norms,
-hyper-connections, attention.
+The output projection's input and hidden states come rounded; quantizing them again gives the values they have, exactly
+with power-of-two scales. Everything else keeps the training dtype: router gate, compressors, indexer head weights,
+embedding, head, norms, hyper-connections, attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,7 +28,9 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.fp8_gemm import fp8_operands, scaled_grouped_mm, scaled_linear, weight_handle, why_emulated
-from nemo_rl_dsv4.model.qat import InstallReport, _RoundingModule
+from nemo_rl_dsv4.model.install_report import InstallReport
+from nemo_rl_dsv4.model.seam import during, wrap_function
+from nemo_rl_dsv4.model.seams_linear import Rounded
 from nemo_rl_dsv4.model.weight_rounding import QuantizedWeight, WeightRounding
 from nemo_rl_dsv4.numerics import QuantSpec
 
@@ -36,34 +40,23 @@ SITE = "fp8.gemm"
 _STACKS = ("gate_and_up_projs", "down_projs")
 
 
-class _Fp8Linear:
-    """Mixin in front of a rounding linear layer: one FP8 product instead of rounded operands and a product."""
-
-    _weight_rounding: dict[str, WeightRounding]
-    _input_rounding: QuantSpec
-    _parameters: dict[str, torch.nn.Parameter]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self._parameters["weight"]
-        stored = self._weight_rounding["weight"].quantized(weight)
-        return scaled_linear(x, weight, stored, self._input_rounding, groups=getattr(self, "n_groups", 1))
+def _multiply_linear(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """One FP8 product instead of rounded operands and a product; an input that comes rounded keeps its values."""
+    weight = module._parameters["weight"]
+    stored = module._weight_rounding["weight"].quantized(weight)
+    return scaled_linear(x, weight, stored, module._operand, groups=getattr(module, "n_groups", 1))
 
 
-class _Fp8Experts:
-    """Mixin in front of rounding routed experts: AutoModel's forward with another grouped product.
+def _multiply_experts(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """AutoModel's forward with another grouped product.
 
     The stacks are overlaid with handles that only carry gradients; the product finds the codes by the handle.
     """
-
-    _weight_rounding: dict[str, WeightRounding]
-    _gemm_input: QuantSpec
-    _parameters: dict[str, torch.nn.Parameter]
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        codes: dict[int, QuantizedWeight] = {}
-        with _overlay_handles(self, x.dtype, codes), _fp8_products(codes, self._gemm_input):
-            # Behind the rounding mixin, which would overlay rounded weights: AutoModel's own forward.
-            return super(_RoundingModule, self).forward(x, *args, **kwargs)  # type: ignore[misc]
+    codes: dict[int, QuantizedWeight] = {}
+    with _overlay_handles(module, x.dtype, codes), during(_active, (codes, module._operand)):
+        # Behind `Rounded`, which would overlay rounded weights: AutoModel's own forward.
+        behind: Any = super(Rounded, module)
+        return behind.forward(x, *args, **kwargs)
 
 
 @contextmanager
@@ -84,30 +77,20 @@ def _overlay_handles(module: Any, dtype: torch.dtype, codes: dict[int, Quantized
             del module.__dict__[name]
 
 
-_active: tuple[Mapping[int, QuantizedWeight], QuantSpec] | None = None
-
-
-@contextmanager
-def _fp8_products(codes: Mapping[int, QuantizedWeight], spec: QuantSpec) -> Iterator[None]:
-    global _active
-    previous, _active = _active, (codes, spec)
-    try:
-        yield
-    finally:
-        _active = previous
+_active: ContextVar[tuple[Mapping[int, QuantizedWeight], QuantSpec] | None] = ContextVar("fp8_codes", default=None)
 
 
 def _grouped_product(x: torch.Tensor, handle: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    assert _active is not None
-    codes, spec = _active
+    active = _active.get()
+    assert active is not None
+    codes, spec = active
     return scaled_grouped_mm(x, handle, ends, codes[handle.data_ptr()], spec)
 
 
-def _wrap_selection(original: Callable[[bool], Callable[..., torch.Tensor]]) -> Callable[[bool], Any]:
+def _selection(original: Callable[[bool], Callable[..., torch.Tensor]]) -> Callable[[bool], Any]:
     def select_grouped_mm(use_mxfp8: bool) -> Callable[..., torch.Tensor]:
-        return original(use_mxfp8) if _active is None else _grouped_product
+        return original(use_mxfp8) if _active.get() is None else _grouped_product
 
-    select_grouped_mm._selects_fp8 = True  # type: ignore[attr-defined]
     return select_grouped_mm
 
 
@@ -124,12 +107,13 @@ def install_fp8(model: nn.Module, report: InstallReport) -> None:
     reasons: dict[str, int] = {}
     for name, module in model.named_modules():
         roundings: Mapping[str, WeightRounding] = getattr(module, "_weight_rounding", {})
-        spec: QuantSpec | None = getattr(module, "_input_rounding", None)
+        spec: QuantSpec | None = getattr(module, "_operand", None)
         if not roundings or not all(fp8_operands(spec, rounding.spec) for rounding in roundings.values()):
             continue
         assert spec is not None
         sizes = _install_experts(name, module) if _STACKS[0] in roundings else _install_linear(name, module)
         report.add(SITE, name)
+        report.modules[name] = f"{report.modules[name]}; products in FP8"
         reason = why_emulated(_future_device(module), spec, *sizes)
         if reason is not None:
             reasons[reason] = reasons.get(reason, 0) + 1
@@ -161,7 +145,7 @@ def _install_linear(name: str, module: Any) -> tuple[int, ...]:
         )
     roundings: Mapping[str, WeightRounding] = getattr(module, "_weight_rounding")  # noqa: B009
     roundings["weight"].keep_values = False
-    _put_in_front(module, _Fp8Linear)
+    module._product = _multiply_linear  # type: ignore[assignment]
     groups = module.n_groups if isinstance(module, DeepseekV4GroupedLinear) else 1
     return module.out_features // groups, module.in_features
 
@@ -174,18 +158,9 @@ def _install_experts(name: str, module: Any) -> tuple[int, ...]:
     for rounding in module._weight_rounding.values():
         rounding.keep_values, rounding.transposed = False, True
         rounding.invalidate()
-    module._gemm_input = module._input_rounding
-    module._input_rounding = None  # the product quantizes its rows itself
     if hasattr(module, "use_torch_mm"):
         module.use_torch_mm = True  # the loop over experts has no seam; grouped rows give the same products
-    if not getattr(moe_experts.select_grouped_mm, "_selects_fp8", False):
-        moe_experts.select_grouped_mm = _wrap_selection(moe_experts.select_grouped_mm)
-    _put_in_front(module, _Fp8Experts)
+    wrap_function(moe_experts, "select_grouped_mm", _selection)
+    module._product = _multiply_experts
     _, hidden, width = module.gate_and_up_projs.shape
     return hidden, width // 2
-
-
-def _put_in_front(module: nn.Module, mixin: type) -> None:
-    """Swap the module's class for a subclass whose forward is the mixin's."""
-    cls = type(module)
-    module.__class__ = type(f"Fp8{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})

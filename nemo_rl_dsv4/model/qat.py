@@ -161,17 +161,22 @@ def _check_complete(model: nn.Module, specs: Specs, report: InstallReport) -> No
 
 
 def _install_linear(
-    name: str, linear: nn.Module, specs: Specs, report: InstallReport, input_site: str | None = "linear.input"
+    name: str,
+    linear: nn.Module,
+    specs: Specs,
+    report: InstallReport,
+    input_site: str = "linear.input",
+    *,
+    here: bool = True,
 ) -> None:
-    """Round a linear layer's weight, and its input where `input_site` is not None."""
-    weight = specs.get("linear.weight")
-    inputs = specs.get(input_site) if input_site is not None else None
+    """Round a linear layer's weight and its input; with `here` False the input is rounded by what makes it."""
+    weight, inputs = specs.get("linear.weight"), specs.get(input_site)
     if weight is not None:
         report.add("linear.weight", name)
-    if inputs is not None and input_site is not None:
+    if inputs is not None and here:
         report.add(input_site, name)
-    if weight is not None or inputs is not None:
-        round_linear(linear, weight, inputs)
+    if weight is not None or (inputs is not None and here):
+        round_linear(linear, weight, inputs, here=here)
 
 
 def _install_attention(
@@ -185,7 +190,7 @@ def _install_attention(
     for child in ("wq_a", "wq_b", "wkv", "wo_b"):
         _install_linear(f"{name}.{child}", getattr(attention, child), specs, report)
     fused = "o_proj.input" in specs and not profile.o_proj_bf16_after_rope
-    _install_linear(f"{name}.wo_a", attention.wo_a, specs, report, None if fused else "o_proj.input")
+    _install_linear(f"{name}.wo_a", attention.wo_a, specs, report, "o_proj.input", here=not fused)
     if fused:
         fuse_inverse_rope(attention, specs["o_proj.input"])
         report.add("o_proj.input", f"{name}.wo_a")
@@ -213,7 +218,7 @@ def _install_shared_expert(name: str, mlp: MLP, specs: Specs, report: InstallRep
     """gate_proj and up_proj round their input; down_proj's is rounded where clamp, SiLU and product make it."""
     for child in ("gate_proj", "up_proj"):
         _install_linear(f"{name}.{child}", getattr(mlp, child), specs, report)
-    _install_linear(f"{name}.down_proj", mlp.down_proj, specs, report, None)
+    _install_linear(f"{name}.down_proj", mlp.down_proj, specs, report, here=False)
     if "linear.input" in specs:
         set_hidden(mlp, name, spec=specs["linear.input"])
         report.add("linear.input", f"{name}.down_proj")

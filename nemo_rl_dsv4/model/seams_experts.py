@@ -131,4 +131,4 @@ def round_experts(experts: nn.Module, name: str, weight: QuantSpec | None, input
     roundings = {}
     if weight is not None:
         roundings = {"gate_and_up_projs": WeightRounding(weight, halves=2), "down_projs": WeightRounding(weight)}
-    attach(experts, Rounded, _input_rounding=inputs, _weight_rounding=roundings)
+    attach(experts, Rounded, _input_rounding=inputs, _operand=inputs, _weight_rounding=roundings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +14,24 @@ from nemo_rl_dsv4.numerics import QuantSpec, fake_quant
 
 
 class Rounded(Seam):
-    """Rounds the first argument (`_input_rounding`) and overlays the weights (`_weight_rounding`, by parameter)."""
+    """Rounds the first argument and overlays the weights, or computes the products in another way.
+
+    Attributes:
+        _input_rounding: how the first argument is rounded here; None if it is not, or was before it came.
+        _operand: format of the first argument as the product takes it, wherever it was rounded.
+        _weight_rounding: parameter name -> rounding.
+        _product: called with the module and its arguments in place of the module's own forward on rounded operands.
+    """
 
     _input_rounding: QuantSpec | None
+    _operand: QuantSpec | None
     _weight_rounding: dict[str, WeightRounding]
+    _product: Callable[..., Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward on rounded operands."""
+        """The module's own forward on rounded operands, or `_product`."""
+        if self._product is not None:
+            return self._product(self, *args, **kwargs)
         if self._input_rounding is not None:
             args = (fake_quant(args[0], self._input_rounding), *args[1:])
         with overlaid(self, self._weight_rounding):
@@ -54,7 +66,7 @@ class EngineWeight(Seam):
             del module.__dict__["weight"]
 
 
-def round_linear(linear: nn.Module, weight: QuantSpec | None, inputs: QuantSpec | None) -> None:
-    """Attach `Rounded` to one linear layer; either spec may be None."""
+def round_linear(linear: nn.Module, weight: QuantSpec | None, inputs: QuantSpec | None, *, here: bool = True) -> None:
+    """Attach `Rounded` to one linear layer; either spec may be None. With `here` False its input comes rounded."""
     roundings = {"weight": WeightRounding(weight)} if weight is not None else {}
-    attach(linear, Rounded, _input_rounding=inputs, _weight_rounding=roundings)
+    attach(linear, Rounded, _input_rounding=inputs if here else None, _operand=inputs, _weight_rounding=roundings)

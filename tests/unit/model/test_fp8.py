@@ -115,6 +115,8 @@ def test_the_model_computes_what_qat_computes(tiny_config, training_state, exper
     # 5 layers of wq_a, wq_b, wkv, wo_a, wo_b, three shared-expert layers and one stack of experts; 2 indexers.
     assert len(report.wrapped[SITE]) == 5 * 9 + 2
     assert "cpu has no FP8 GEMM" in report.left[SITE]
+    assert report.modules["model.layers.0.self_attn.wo_a"].endswith("; products in FP8")
+    assert "FP8" not in report.modules["model.layers.0.mlp.gate"]
     ids = torch.randint(3, 160, (2, 150), generator=torch.Generator().manual_seed(3))
     losses, grads = [], []
     for model in (qat, fp8):
@@ -151,7 +153,7 @@ def test_errors_name_what_is_wrong(tiny_config, training_state):
         make_models(tiny_config, training_state, switches={**ALL_ON, "weights": False})
     model = build_model(automodel_config(tiny_config), routing_weight_after_down=True, seed=0)
     attention = model.model.layers["0"].self_attn
-    attention.wq_a.bias = torch.nn.Parameter(torch.zeros(attention.wq_a.out_features))
     report = install_fake_quant(model, get_profile("vllm-hopper"), ALL_ON)
+    attention.wq_a.bias = torch.nn.Parameter(torch.zeros(attention.wq_a.out_features))
     with pytest.raises(UserError, match="wq_a is a .* with a bias"):
         install_fp8(model, report)

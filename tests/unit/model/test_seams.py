@@ -196,8 +196,8 @@ def test_tilelang_attention_reads_rounded_entries(config_once, training_once, mo
         found = tilelang(IDS).logits
         monkeypatch.undo()
         install_fake_quant(sdpa, HOPPER, on)
-        # Two sums in another order flip FP8 codes: measured mean 7e-4, largest 0.05 of logits near 1.
-        assert (found - sdpa(IDS).logits).abs().mean() < 5e-3
+        # Two sums in another order flip FP8 codes: measured mean 1e-4, largest 0.05 of logits near 1.
+        assert (found - sdpa(IDS).logits).abs().mean() < 1e-3
     swa, compressed = (replace(HOPPER.site(site), keep_last=16) for site in ("kv.swa", "kv.compressed"))
     for kv in seen["kv"]:
         window, pooled = kv[:, :150], kv[:, 150:]

@@ -59,13 +59,13 @@ def fp8(config_once, training_once):
     return roll_out(config_once, training_once, "vllm-hopper")[1]
 
 
-def make_worker(config, state, router, **kwargs):
+def make_worker(config, state, router, profile="vllm-hopper", **kwargs):
     model = build_model(automodel_config(config), seed=1)
     model.load_state_dict(state)
     return PolicyWorker(
         model,
         Meshes(ParallelSizes(1)),
-        profile=get_profile("vllm-hopper"),
+        profile=get_profile(profile),
         fake_quant=dict.fromkeys(SWITCHES, False),
         micro_batch_size=4,
         logprob_batch_size=ROWS,
@@ -111,7 +111,7 @@ def test_an_engine_that_records_nothing_returns_nothing(config_once, training_on
 
 
 def test_without_rounding_both_choose_the_same_experts(config_once, training_once, exact):
-    worker = make_worker(config_once, training_once, RouterMode.COMPARE)
+    worker = make_worker(config_once, training_once, RouterMode.COMPARE, profile="bf16")
     tally = train(worker, exact[1])["router"]
     assert tally.metrics() == {
         "router_overlap": 1.0,
