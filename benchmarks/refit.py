@@ -73,6 +73,7 @@ def direct(state: dict[str, torch.Tensor], engine: EngineBuffers, capacity: int)
     for items in pack_buckets(export_weights(state, "vllm-hopper"), capacity):
         engine.write_all(items)
         moved += sum(tensor.numel() * tensor.element_size() for _, tensor in items)
+        items.clear()
     return moved
 
 
@@ -81,6 +82,7 @@ def buckets(state: dict[str, torch.Tensor], engine: EngineBuffers, capacity: int
     moved = 0
     for index, items, last in numbered_buckets(export_weights(state, "vllm-hopper"), capacity):
         manifest = write_bucket(items, buffer, version=1, index=index, last=last)
+        items.clear()
         engine.write_all(list(read_bucket(manifest, buffer)))
         moved += manifest.bytes
     return moved

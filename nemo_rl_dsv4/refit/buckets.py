@@ -24,8 +24,16 @@ def pack_buckets(stream: Stream, capacity_bytes: int) -> Iterator[Items]:
     Raises:
         UserError: one such group alone exceeds the capacity.
     """
-    bucket: Items = []
-    used = 0
+    for _, bucket, _ in numbered_buckets(stream, capacity_bytes):
+        yield bucket
+
+
+def numbered_buckets(stream: Stream, capacity_bytes: int) -> Iterator[tuple[int, Items, bool]]:
+    """Yield (number, bucket, whether it is the last) as `pack_buckets` does.
+
+    A consumer that clears a bucket once it is done with it keeps one in memory, else two.
+    """
+    index, bucket, used = 0, [], 0
     for label, members in groupby(stream, key=lambda item: fused_group(item[0])):
         group = list(members)
         size = sum(padded(tensor.numel() * tensor.element_size()) for _, tensor in group)
@@ -35,23 +43,12 @@ def pack_buckets(stream: Stream, capacity_bytes: int) -> Iterator[Items]:
                 "raise refit_buffer_size_gb"
             )
         if used + size > capacity_bytes:
-            yield bucket
-            bucket, used = [], 0
+            yield index, bucket, False
+            index, bucket, used = index + 1, [], 0
         bucket += group
         used += size
     if bucket:
-        yield bucket
-
-
-def numbered_buckets(stream: Stream, capacity_bytes: int) -> Iterator[tuple[int, Items, bool]]:
-    """Yield (number, bucket, whether it is the last) of `pack_buckets`; one bucket is held back to know the last."""
-    waiting: tuple[int, Items] | None = None
-    for index, bucket in enumerate(pack_buckets(stream, capacity_bytes)):
-        if waiting is not None:
-            yield (*waiting, False)
-        waiting = (index, bucket)
-    if waiting is not None:
-        yield (*waiting, True)
+        yield index, bucket, True
 
 
 def bucket_bytes(refit_buffer_size_gb: float) -> int:

@@ -58,6 +58,7 @@ class BroadcastSender:
                 slot = index % 2
                 _wait(pending[slot], self._timeout)
                 manifest = write_bucket(items, self._buffers[slot], version=version, index=index, last=last)
+                items.clear()
                 text = torch.frombuffer(bytearray(manifest.to_json().encode()), dtype=torch.uint8)
                 self._broadcast(torch.tensor([text.numel(), manifest.bytes]))
                 self._broadcast(text)

@@ -39,6 +39,7 @@ def write_folder(stream: Stream, folder: Path, *, capacity_bytes: int, version: 
     for index, items, last in numbered_buckets(stream, capacity_bytes):
         buffer = torch.empty(capacity_bytes, dtype=torch.uint8)
         manifest = write_bucket(items, buffer, version=version, index=index, last=last)
+        items.clear()
         buffer[: manifest.bytes].numpy().tofile(folder / f"bucket-{index:05d}.bin")
         part = folder / f"bucket-{index:05d}.part"
         part.write_text(manifest.to_json(), encoding="utf-8")

@@ -94,6 +94,7 @@ class SharedSender:
                 slot = index % len(self._buffers)
                 self._await_slot(links, held, slot)
                 manifest = write_bucket(items, self._buffers[slot], version=version, index=index, last=last)
+                items.clear()
                 if self._buffers[slot].is_cuda:
                     torch.cuda.synchronize(self._buffers[slot].device)
                 for link, slots in zip(links, held, strict=True):
