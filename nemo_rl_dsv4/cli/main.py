@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nemo_rl_dsv4.cli import convert, inspect, plan, plot, profiles, verify_refit
+from nemo_rl_dsv4.cli import convert, inspect, mismatch, plan, plot, profiles, verify_refit
 from nemo_rl_dsv4.cli.guard import BAD_INPUT, guarded
 from nemo_rl_dsv4.errors import UserError
 
 COMMANDS = {
     "convert": convert,
     "inspect": inspect,
+    "mismatch": mismatch,
     "plan": plan,
     "plot": plot,
     "profiles": profiles,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -231,24 +231,25 @@ def _from_prompt(values_NS: Tensor, start_N: Tensor) -> Tensor:
 
 
 def compare_layers(engine: ReferenceEngine, worker: PolicyWorker, rollout: Rollout) -> list[dict[str, float]]:
-    """Cosine and relative error of hidden states after each layer, of prefill on both sides, over all valid tokens.
+    """Cosine and relative error of hidden states after each layer, of prefill on both sides.
 
-    Empty if the two implementations keep them in different shapes.
+    Over sequences of the most common length. Empty if the two implementations keep hidden states in different shapes.
     """
-    few = {name: rollout.tensors[name][:LAYER_ROWS] for name in ("input_ids", "lengths")}
-    valid = torch.arange(few["input_ids"].shape[1]) < few["lengths"][:, None]
+    lengths = rollout.tensors["lengths"]
+    length = int(lengths.mode().values)
+    ids = rollout.tensors["input_ids"][lengths == length][:LAYER_ROWS, :length]
     engine_layers: Any = engine.model.model.layers
     own_layers: Any = worker.model.model.layers  # type: ignore[union-attr]
     own = list(own_layers.values()) if hasattr(own_layers, "values") else list(own_layers)
     with _captured(list(engine_layers)) as left:
-        engine.score(few["input_ids"])
+        engine.score(ids)
     with _captured(own) as right:
-        worker.get_logprobs({"input_ids": few["input_ids"], "input_lengths": few["lengths"]})
+        worker.get_logprobs({"input_ids": ids, "input_lengths": torch.full((len(ids),), length)})
     rows = []
     for number, (a, b) in enumerate(zip(left, right, strict=True)):
-        if a.shape[:2] != b.shape[:2] or a[0, 0].numel() != b[0, 0].numel():
+        if a.shape != b.shape:
             return []
-        x, y = a.flatten(2)[valid].double(), b.flatten(2)[valid].double()
+        x, y = a.flatten(2).double(), b.flatten(2).double()
         rows.append(
             {
                 "layer": number,
@@ -278,8 +279,3 @@ def _captured(layers: Sequence[torch.nn.Module]) -> Iterator[list[Tensor]]:
         for handle in handles:
             handle.remove()
         outputs += [torch.cat(parts) for parts in found]
-
-
-def with_rows(model: Model, rows: int) -> Model:
-    """The same with another number of sequences in a forward pass."""
-    return replace(model, rows=rows)

@@ -20,7 +20,7 @@ class Variant:
         kind: `reference point` (nothing aligned, everything aligned), `on its own` (only this is aligned), `left out`
             (everything but this), `replay` (the rollout's experts).
         mismatch: its distances from the rollout.
-        overlap: share of the rollout's experts that this trainer chose as well; None where no routes were recorded.
+        overlap: share of the rollout's experts that this trainer would have chosen as well; None where not recorded.
     """
 
     name: str
@@ -112,8 +112,8 @@ def _what_to_fix(study: Study, everything: Variant) -> list[str]:
         return ["Leaving any one of them out changes k3 by less than its confidence interval."]
     first = telling[0]
     said = [
-        f"Fix {first.name} first: without it alone k3 rises from {whole} to {first.mismatch.k3}"
-        + (f" ({first.mismatch.k3.mean / whole.mean:.3g} times)." if whole.mean > 0 else ".")
+        f"{first.name} matters most; where it is missing, fix it first: without it alone k3 rises from {whole} to "
+        f"{first.mismatch.k3}" + (f" ({first.mismatch.k3.mean / whole.mean:.3g} times)." if whole.mean > 0 else ".")
     ]
     if len(telling) > 1:
         others = ", ".join(f"{v.name} ({v.mismatch.k3.mean:.2e})" for v in telling[1:])
@@ -133,7 +133,7 @@ def _replay(study: Study, everything: Variant | None) -> list[str]:
     replayed = study.variant("router replay", "replay")
     if replayed is None or everything is None:
         return []
-    own = f" (it chose {everything.overlap:.2%} of the rollout's experts by itself)" if everything.overlap else ""
+    own = "" if replayed.overlap is None else f", of which it would have chosen {replayed.overlap:.2%} by itself,"
     return [f"With the rollout's experts replayed{own} k3 is {replayed.mismatch.k3}."]
 
 

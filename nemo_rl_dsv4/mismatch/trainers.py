@@ -38,7 +38,7 @@ def trainers_of(profile: RolloutProfile, precision: str, *, routes: bool) -> lis
 
     Args:
         profile: what the rollout rounds by.
-        precision: `float32` or `bfloat16`; switches that only move BF16 casts change nothing in float32 and are left out.
+        precision: `float32` or `bfloat16`; switches that only move BF16 casts are left out in float32.
         routes: the rollout recorded its experts.
 
     Returns:

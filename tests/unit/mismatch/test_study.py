@@ -22,7 +22,7 @@ def test_the_largest_site_is_named_first_and_noise_is_called_noise() -> None:
     said = conclusions(study(kv=2e-3, weights=5e-2, indexer=1.02e-3, o_proj=1e-4))
     assert said[0].startswith("k3 is 1.000e-01") and "100 times less" in said[0]
     assert "0.25 times that: closer to the engine" in said[1]
-    assert said[2].startswith("Fix weights first") and "(50 times)" in said[2]
+    assert said[2].startswith("weights matters most; where it is missing, fix it first") and "(50 times)" in said[2]
     assert said[3] == "Then, in this order: kv (2.00e-03)."
     assert said[4].startswith("Leaving o_proj out makes the trainer closer")
     assert said[5] == "Within noise on this rollout: indexer."
@@ -44,14 +44,14 @@ def test_replay_and_layers() -> None:
     with_more = Study(
         {},
         {},
-        (*base.variants, Variant("router replay", "replay", mismatch(5e-4))),
+        (*base.variants, Variant("router replay", "replay", mismatch(5e-4), 0.97)),
         layers=(
             {"layer": 0, "cosine": 0.99999, "relative_error": 1e-4},
             {"layer": 1, "cosine": 0.9, "relative_error": 0.4},
         ),
     )
     said = conclusions(with_more)
-    assert "(it chose 97.00% of the rollout's experts by itself) k3 is 5.000e-04" in said[-2]
+    assert "it would have chosen 97.00% by itself, k3 is 5.000e-04" in said[-2]
     assert "after layer 1: cosine 0.900000" in said[-1]
 
 

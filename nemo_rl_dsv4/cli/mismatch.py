@@ -1,0 +1,192 @@
+"""`nemo-rl-dsv4 mismatch --config RECIPE [key=value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_dsv4.cli.guard import FINDING, OK
+from nemo_rl_dsv4.errors import UserError
+
+if TYPE_CHECKING:
+    from nemo_rl_dsv4.config import MasterConfig
+
+HELP = "Measure how far a trainer's probabilities are from the rollout's, and which rounding the distance comes from."
+EXAMPLE = (
+    "examples (after the tiny recipe has run once and made its checkpoint):\n"
+    "  nemo-rl-dsv4 mismatch --config examples/configs/recipes/llm/grpo-dsv4-tiny-1n0g-automodel-qat.yaml\n"
+    "  nemo-rl-dsv4 mismatch --config RECIPE policy.precision=bfloat16 --save-rollout rollout.safetensors\n"
+    "  nemo-rl-dsv4 mismatch --config RECIPE --rollout rollout.safetensors     score what was sampled before\n\n"
+    "exit status: 0 agreed, 1 the aligned trainer is farther away than --limit and than the engine's own floor, 2 bad "
+    "input"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("--config", metavar="RECIPE", required=True, help="YAML file of the recipe")
+    parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="weights; left out: the recipe's model")
+    parser.add_argument("--prompts", metavar="N", type=int, default=24, help="validation prompts (24)")
+    parser.add_argument("--responses", metavar="N", type=int, default=2, help="responses to each prompt (2)")
+    parser.add_argument(
+        "--noise",
+        metavar="X",
+        type=float,
+        default=1e-3,
+        help="move weights by X of their spread, as training would (0.001); an FP8 checkpoint is its own rounding",
+    )
+    parser.add_argument("--rollout", metavar="FILE", type=Path, help="score this rollout instead of sampling")
+    parser.add_argument("--save-rollout", metavar="FILE", type=Path, help="keep what was sampled")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("results/mismatch"), help="folder of the report"
+    )
+    parser.add_argument("--limit", metavar="K3", type=float, default=1e-3, help="k3 that counts as agreed (0.001)")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="Hydra overrides of the recipe")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Samples or reads a rollout, scores it with every trainer, writes and prints the study."""
+    from nemo_rl_dsv4.config import load_config, validate
+    from nemo_rl_dsv4.utils.console import make_console
+
+    _check(options)
+    config = load_config(Path(options.config), options.overrides)
+    validate(config, runs_here=False)
+    if config.policy.generation.backend != "reference":
+        raise UserError(
+            f"policy.generation.backend is {config.policy.generation.backend}; this version studies rollouts of the "
+            "CPU reference engine: take a recipe with backend reference"
+        )
+    console = make_console(stderr=True)
+    study = _study(options, config, console)
+    from nemo_rl_dsv4.mismatch.report import write_study
+
+    files = write_study(study, options.out)
+    if options.json:
+        print(json.dumps({**study.to_dict(), "files": {name: str(path) for name, path in files.items()}}))
+    else:
+        _print(study, files)
+    return FINDING if _too_far(study, options.limit) else OK
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("prompts", "responses"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} is {getattr(options, name)}; wanted 1 or more")
+    if not 0 <= options.noise < 1:
+        raise UserError(f"--noise is {options.noise}; wanted 0 or more, and less than 1")
+    if options.rollout is not None and options.save_rollout is not None:
+        raise UserError("--rollout reads a rollout and --save-rollout writes one; give one of them")
+
+
+def _study(options: argparse.Namespace, config: MasterConfig, console: Any) -> Any:
+    import torch
+
+    from nemo_rl_dsv4.config.prompts import make_datasets, make_prompts, make_tokenizer
+    from nemo_rl_dsv4.mismatch.rollout_file import Rollout, load_rollout
+    from nemo_rl_dsv4.mismatch.run import Model, add_noise, roll_out, start_engine, study_of
+    from nemo_rl_dsv4.mismatch.trainers import trainers_of
+    from nemo_rl_dsv4.model.hf_config import read_config
+    from nemo_rl_dsv4.model.release_checkpoint import read_release_checkpoint
+    from nemo_rl_dsv4.numerics import get_profile
+    from nemo_rl_dsv4.rollout_engines import sampling_params
+    from nemo_rl_dsv4.utils.progress import progress
+
+    torch.set_num_threads(1)
+    tokenizer = make_tokenizer(config)
+    train_set, val_set = make_datasets(config)
+    folder = options.checkpoint or _checkpoint_of(config, tokenizer)
+    overrides = dict(config.policy.hf_config_overrides)
+    with progress(console, f"reading {folder}"):
+        state = add_noise(read_release_checkpoint(folder, config_overrides=overrides), options.noise, config.grpo.seed)
+    backend = config.policy.dtensor_cfg.automodel_kwargs.backend
+    model = Model(
+        read_config(folder, overrides),
+        state,
+        config.policy.dsv4.rollout_profile,
+        config.policy.precision,
+        backend.model_dump(
+            include={"attn", "linear", "rms_norm", "experts", "dispatcher", "rope_fusion", "gate_precision"}
+        ),
+    )
+    engine = start_engine(model)
+    made = {"profile": model.profile, "precision": model.precision, "noise": options.noise, "checkpoint": folder.name}
+    if options.rollout is not None:
+        rollout = load_rollout(options.rollout)
+        for name, wanted in made.items():
+            if rollout.engine.get(name) != wanted:
+                raise UserError(
+                    f"{options.rollout}: sampled with {name} {rollout.engine.get(name)!r}; this command says {wanted!r}"
+                )
+    else:
+        _, prompts = make_prompts(config, tokenizer, train_set, val_set)
+        if len(prompts) < options.prompts:
+            raise UserError(f"--prompts is {options.prompts}; data.validation has {len(prompts)}")
+        with progress(console, "rolling out", options.prompts * options.responses) as advance:
+            rollout = roll_out(
+                engine,
+                model,
+                [list(prompt.token_ids) for prompt in prompts[: options.prompts]],
+                responses=options.responses,
+                params=sampling_params(config, tokenizer),
+                pad_id=tokenizer.pad_id,
+                seed=config.grpo.seed,
+                advance=advance,
+            )
+        rollout = Rollout(rollout.tensors, {**rollout.engine, **made})
+        if options.save_rollout is not None:
+            rollout.save(options.save_rollout)
+    trainers = trainers_of(get_profile(model.profile), model.precision, routes="routed_experts" in rollout.tensors)
+    with progress(console, "scoring with one trainer after another", len(trainers)) as advance:
+        return study_of(model, rollout, engine=engine, trainers=trainers, advance=lambda name: advance(1, name))
+
+
+def _checkpoint_of(config: MasterConfig, tokenizer: Any) -> Path:
+    """The folder of the recipe's model; a tiny one must have been made by a run."""
+    from nemo_rl_dsv4.config.prompts import dataset_section
+    from nemo_rl_dsv4.tiny.checkpoint import checkpoint_folder
+
+    if config.policy.model_name != "tiny":
+        folder = Path(config.policy.model_name)
+        if not folder.is_dir():
+            raise UserError(
+                f"policy.model_name is {config.policy.model_name!r}, no folder here; name one with --checkpoint"
+            )
+        return folder
+    assert config.policy.dsv4.tiny is not None  # validate() saw to it
+    folder = checkpoint_folder(config.policy.dsv4.tiny.model_dump(), dataset_section(config.data.train), tokenizer)
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} is not there: the tiny model of this recipe has not been made yet; run the recipe once "
+            "(examples/run_grpo.py), or name a folder with --checkpoint"
+        )
+    return folder
+
+
+def _too_far(study: Any, limit: float) -> bool:
+    from nemo_rl_dsv4.mismatch.study import EVERYTHING
+
+    everything = study.variant(EVERYTHING, "reference point")
+    floor = 0.0 if study.floor is None else study.floor.k3.high
+    return everything is not None and everything.mismatch.k3.low > max(limit, floor)
+
+
+def _print(study: Any, files: dict[str, Path]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from nemo_rl_dsv4.mismatch.study import conclusions, rows
+    from nemo_rl_dsv4.utils.console import make_console
+
+    console = make_console()
+    table = rows(study)
+    shown = Table(*table[0], title="rollout against trainer")
+    for row in table:
+        shown.add_row(*row.values())
+    console.print(shown)
+    for sentence in conclusions(study):
+        console.print(Text(f"- {sentence}"), soft_wrap=True)
+    for name, path in files.items():
+        console.print(Text(f"{name}: {path}"), soft_wrap=True)
