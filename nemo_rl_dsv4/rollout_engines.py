@@ -8,7 +8,6 @@ from pathlib import Path
 from nemo_rl_dsv4.config import MasterConfig
 from nemo_rl_dsv4.data import Tokenizer
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.generation.engine_group import EngineGroup
 from nemo_rl_dsv4.generation.group import ReferenceGeneration
 from nemo_rl_dsv4.generation.sampling import SamplingParams
 from nemo_rl_dsv4.generation.vllm import VllmGeneration, engine_python, gpus_of_engines
@@ -31,7 +30,9 @@ def sampling_params(config: MasterConfig, tokenizer: Tokenizer) -> SamplingParam
     )
 
 
-def start_engines(config: MasterConfig, tokenizer: Tokenizer, on_progress: Callable[[int], None]) -> EngineGroup:
+def start_engines(
+    config: MasterConfig, tokenizer: Tokenizer, on_progress: Callable[[int], None]
+) -> ReferenceGeneration | VllmGeneration:
     """Start the engines' processes; `build` later gives them a model.
 
     Raises:

@@ -55,7 +55,9 @@ class EngineGroup:
     ) -> None:
         self.params, self.pad_id, self.on_progress, self.timeout = params, pad_id, on_progress, timeout
         self.restarts = 0
-        self._start, self._spec, self._weights = start, None, None
+        self._start = start
+        self._spec: Any = None
+        self._weights: ray.ObjectRef | None = None
         self.actors = [start(number) for number in range(engines)]
 
     def build(self, spec: Any) -> Any:

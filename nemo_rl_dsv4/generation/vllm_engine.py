@@ -5,6 +5,7 @@ Runs in vLLM's own environment (see docs/rollout.md): nothing here imports AutoM
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -20,6 +21,11 @@ SUPPORTED = ((0, 25), (0, 34))
 """First version of vLLM that is known to work, and the first that is not."""
 
 
+def _vllm() -> Any:
+    """The library: in its own environment only, so nothing here is checked against its types."""
+    return importlib.import_module("vllm")
+
+
 def require_vllm() -> str:
     """Version of the vLLM that this process imports.
 
@@ -28,7 +34,7 @@ def require_vllm() -> str:
     """
     wanted = f"vLLM {SUPPORTED[0][0]}.{SUPPORTED[0][1]} to {SUPPORTED[1][0]}.{SUPPORTED[1][1] - 1}"
     try:
-        import vllm  # pyright: ignore[reportMissingImports]  # optional
+        vllm = _vllm()
     except ImportError as error:
         raise UserError(
             f"vLLM cannot be imported here ({error}); wanted {wanted}. Make its environment with "
@@ -58,9 +64,7 @@ class VllmEngine:
         if spec.tensor_parallel_size == 1:
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self.version = require_vllm()
-        from vllm import LLM  # pyright: ignore[reportMissingImports]
-
-        self.llm: Any = LLM(**arguments)
+        self.llm = _vllm().LLM(**arguments)
         self._refit_prepared = False
         findings = engine_findings(self.describe(), self.profile)
         if findings:
@@ -94,15 +98,13 @@ class VllmEngine:
         return [self._completion(output) for output in outputs]
 
     def _sampling(self, prompt: list[int], params: SamplingParams, seed: int, request_id: int) -> Any:
-        from vllm import SamplingParams as VllmSamplingParams  # pyright: ignore[reportMissingImports]
-
         room = self.spec.max_model_len - len(prompt)
         if not prompt or room < 1:
             raise UserError(
                 f"a prompt has {len(prompt)} tokens; wanted 1 to {self.spec.max_model_len - 1} "
                 "(policy.generation.vllm_cfg.max_model_len less one)"
             )
-        return VllmSamplingParams(
+        return _vllm().SamplingParams(
             max_tokens=min(params.max_new_tokens, room),
             temperature=params.temperature,
             top_p=params.top_p,
@@ -140,9 +142,7 @@ class VllmEngine:
 
         Beside the logprobs of `generate` this shows how far the engine's decoding is from its own prefill.
         """
-        from vllm import SamplingParams as VllmSamplingParams  # pyright: ignore[reportMissingImports]
-
-        request = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
+        request = _vllm().SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in sequences], request, use_tqdm=False)
         return [
             [float(row[token].logprob) for row, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]

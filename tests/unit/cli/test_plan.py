@@ -67,6 +67,22 @@ def test_a_small_gpu_is_a_finding_with_the_key_to_change(reference):
     assert not [line for line in _findings(config, reference.phases, reference.engine, 2**50) if "needs" in line]
 
 
+@pytest.fixture
+def forward_once(monkeypatch):
+    """One forward check of the same recipe serves all plans of a test."""
+    from nemo_rl_dsv4.planning import plan as module
+
+    checks, check = [], module.check_forward
+
+    def once(*args, **kwargs):
+        if not checks:
+            checks.append(check(*args, **kwargs))
+        return checks[0]
+
+    monkeypatch.setattr(module, "check_forward", once)
+
+
+@pytest.mark.usefixtures("forward_once")
 def test_tables_and_json_say_the_same(plan):
     status, shown, progress = plan(TINY, "--gpu", "0.001")
     assert status == 1 and "does not fit: training needs" in shown and "planning" in progress
