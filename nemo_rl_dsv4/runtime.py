@@ -32,6 +32,7 @@ from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore
 from nemo_rl_dsv4.grpo.phases import Phases
 from nemo_rl_dsv4.grpo.settings import CheckpointSettings, TrainerSettings
 from nemo_rl_dsv4.grpo.trainer import TrainingSummary, grpo_train
+from nemo_rl_dsv4.model.checkpoint.serving import export_command, training_notes
 from nemo_rl_dsv4.model.hf_config import read_config
 from nemo_rl_dsv4.policy.group import PolicyGroup
 from nemo_rl_dsv4.policy.packing import Packing
@@ -41,7 +42,7 @@ from nemo_rl_dsv4.rollout_engines import check_one_host, start_engines, vllm_spe
 from nemo_rl_dsv4.routes import RouterMode
 from nemo_rl_dsv4.utils.console import RunConsole, make_console, print_summary
 from nemo_rl_dsv4.utils.metrics_file import read_steps
-from nemo_rl_dsv4.utils.progress import progress
+from nemo_rl_dsv4.utils.progress import bytes_progress, progress
 from nemo_rl_dsv4.utils.run_folder import CONFIG_FILE, checkpoint_folder
 from nemo_rl_dsv4.utils.run_logger import RunLogger
 from nemo_rl_dsv4.utils.run_summary import summary_lines, whole_run_summary
@@ -90,10 +91,8 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
         generation = start_engines(config, tokenizer, phases.advance)
         checkpoint = resolve_checkpoint(config, tokenizer, train_set, group, console)
         check_vocabulary(config, tokenizer, checkpoint)
-        with progress(console, "loading the policy and the rollout engine"):
-            rounding = group.build(
-                policy_spec(config, checkpoint), global_batch_size=config.policy.train_global_batch_size
-            )
+        rounding = build_policy(config, checkpoint, group, console)
+        with progress(console, "loading the rollout engine"):
             spec = reference_spec if config.policy.generation.backend == "reference" else vllm_spec
             generation.build(spec(config, checkpoint))
         console.print(f"training rounds: {rounding}", highlight=False, soft_wrap=True)
@@ -127,6 +126,20 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
                 logger.discard_if_empty()
     report(console, logger, summary, time.monotonic() - started)
     return summary
+
+
+LARGE_CHECKPOINT_BYTES = 1 << 30
+"""From here on, loading shows how far it is."""
+
+
+def build_policy(config: MasterConfig, checkpoint: Path, group: PolicyGroup, console: Any) -> str:
+    """Give the ranks their model; returns what they round."""
+    spec, batch = policy_spec(config, checkpoint), config.policy.train_global_batch_size
+    if sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) < LARGE_CHECKPOINT_BYTES:
+        with progress(console, "loading the policy"):
+            return group.build(spec, global_batch_size=batch)
+    with bytes_progress(console, "loading the policy, rank 0's part") as on_load:
+        return group.build(spec, global_batch_size=batch, on_load=on_load)
 
 
 SECONDS_FOR_LAST_CHECKPOINT = 10.0
@@ -369,7 +382,8 @@ def open_run(
     logger_settings = config.logger.model_dump()
     if resume is None:
         logger = RunLogger(config.logger.log_dir, config.resolved_yaml(), logger_settings)
-        return logger, CheckpointStore(checkpoint_folder(settings.checkpoint_dir, logger.run_dir), settings), None
+        folder = checkpoint_folder(settings.checkpoint_dir, logger.run_dir)
+        return logger, CheckpointStore(folder, settings, training_notes), None
     store = resumed_store(settings, resume)
     resume_from = store.latest()
     step = int(resume_from.name.removeprefix("step_"))
@@ -379,7 +393,7 @@ def open_run(
 def resumed_store(settings: CheckpointSettings, run_dir: Path) -> CheckpointStore:
     """The checkpoints of a run that exists: where its own config.yaml put them, whatever this recipe says."""
     recorded = recorded_config(run_dir)["checkpointing"]["checkpoint_dir"]
-    return CheckpointStore(checkpoint_folder(recorded, run_dir), settings)
+    return CheckpointStore(checkpoint_folder(recorded, run_dir), settings, training_notes)
 
 
 def recorded_config(run_dir: Path) -> dict[str, Any]:
@@ -440,6 +454,8 @@ def report(console: Any, logger: RunLogger, summary: TrainingSummary, seconds: f
     numbers = whole_run_summary(read_steps(logger.metrics_path))
     numbers |= {"stopped": summary.stop_reason, "seconds since this start": round(seconds, 1)}
     files = logger.finish(numbers)
+    shown = summary_lines(numbers)
     if summary.checkpoints:
         files["last checkpoint"] = summary.checkpoints[-1]
-    print_summary(console, summary_lines(numbers), {"run folder": logger.run_dir, **files})
+        shown["to serve it"] = export_command(summary.checkpoints[-1])
+    print_summary(console, shown, {"run folder": logger.run_dir, **files})

@@ -49,6 +49,28 @@ def read_checkpoint(folder: Path, *, hashes: bool = True) -> dict[str, Any]:
     return _read_json(folder / INFO)
 
 
+def last_whole_checkpoint(folder: Path, *, hashes: bool = True) -> tuple[Path, list[str]]:
+    """Find the newest `step_N` in a run's checkpoint folder that `read_checkpoint` accepts; changes nothing there.
+
+    Returns:
+        The step's folder, and what is wrong with newer ones.
+
+    Raises:
+        UserError: there is none.
+    """
+    steps = [path for path in Path(folder).glob("step_*") if path.name.removeprefix("step_").isdecimal()]
+    damaged: list[str] = []
+    for step in sorted(steps, key=lambda path: int(path.name.removeprefix("step_")), reverse=True):
+        try:
+            read_checkpoint(step, hashes=hashes)
+        except UserError as error:
+            damaged.append(str(error))
+        else:
+            return step, damaged
+    why = "; ".join(damaged) or "no step_N folder"
+    raise UserError(f"{folder} holds no whole training checkpoint: {why}")
+
+
 def write_manifest(folder: Path, known: Mapping[str, str]) -> None:
     """Write manifest.json over all files of `folder`.
 

@@ -3,6 +3,7 @@
     <folder>/step_12/training_info.json   step, samples, loader and random state, metrics
                      config.yaml          the resolved recipe
                      policy/...           whatever the policy writes
+                     SERVE.md             how to export and serve it
                      manifest.json        size and SHA-256 of every file
 
 A checkpoint is written to `tmp_step_12`, checked, and renamed; only then are older ones removed. Whatever interrupts
@@ -53,11 +54,18 @@ class CheckpointStore:
     Args:
         folder: where the `step_N` folders go; made when the first one is written.
         settings: `checkpointing`; `checkpoint_dir` is not read here.
+        notes: {file name: text} for a reader of the folder `step_N` that it is given, written into each checkpoint.
     """
 
-    def __init__(self, folder: Path, settings: CheckpointSettings) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: CheckpointSettings,
+        notes: Callable[[Path], Mapping[str, str]] = lambda _: {},
+    ) -> None:
         self.folder = Path(folder)
         self.settings = settings
+        self._notes = notes
         self._writer: threading.Thread | None = None
         self._writing: Path | None = None
         self._failure: BaseException | None = None
@@ -102,6 +110,8 @@ class CheckpointStore:
                 write_text(temporary / INFO, info_text)
                 if config_yaml is not None:
                     write_text(temporary / CONFIG, config_yaml)
+                for name, text in self._notes(final).items():
+                    write_text(temporary / name, text)
                 write_manifest(temporary, known)
                 read_checkpoint(temporary, hashes=False)
                 self._move_into_place(temporary, final)

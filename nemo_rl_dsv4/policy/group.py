@@ -49,19 +49,20 @@ class PolicyActor:
         """Ray's id of the node that this rank runs on."""
         return ray.get_runtime_context().get_node_id()
 
-    def build(self, spec: PolicySpec, local_world: int) -> str:
-        """Build this rank (again) and return what it rounds; `local_world` ranks share its node."""
+    def build(self, spec: PolicySpec, local_world: int, board: Any = None) -> str:
+        """Build this rank (again) and return what it rounds.
+
+        Args:
+            spec: its settings.
+            local_world: ranks that share its node.
+            board: a `LoadBoard` that hears how far the loading is.
+        """
         os.environ["LOCAL_WORLD_SIZE"] = str(local_world)  # as torchrun sets it; dispatchers ask for it
-        from nemo_rl_dsv4.model.release_checkpoint import ReleaseCheckpoint
+        from nemo_rl_dsv4.policy.load_board import reporter
         from nemo_rl_dsv4.policy.spec import build_worker
-        from nemo_rl_dsv4.refit.source_scales import SourceScales
 
         self.spec = spec
-        self.worker = build_worker(spec)
-        self.source_scales = SourceScales()
-        if spec.checkpoint is not None:
-            checkpoint = ReleaseCheckpoint(Path(spec.checkpoint), config_overrides=spec.config_overrides)
-            self.source_scales = SourceScales(checkpoint.scales())
+        self.worker = build_worker(spec, None if board is None else reporter(board))
         return self.worker.rounding.summary()
 
     def install_report(self) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class PolicyActor:
             self.worker.model.state_dict(),
             profile,
             unquantized=torch.bfloat16 if self.spec.precision == "bfloat16" else torch.float32,
-            source_scales=self.source_scales,
+            source_scales=self.worker.source_scales,
             stored=stored_codes(self.worker.model),
         )
         if self.rank == 0:
@@ -163,12 +164,15 @@ class PolicyGroup:
             for rank in range(world)
         ]
 
-    def build(self, spec: PolicySpec, *, global_batch_size: int) -> str:
+    def build(
+        self, spec: PolicySpec, *, global_batch_size: int, on_load: Callable[[int, int], None] | None = None
+    ) -> str:
         """Build the model on every rank, replacing what was there; return the rounding summary.
 
         Args:
             spec: settings of every rank; its sizes fit this group's number of ranks.
             global_batch_size: sequences of one optimizer step; a rollout batch may hold several.
+            on_load: hears, now and then, (bytes read, bytes to read) of rank 0's part of a checkpoint.
 
         Raises:
             UserError: what was wrong with the checkpoint or the settings, as the rank found it.
@@ -179,9 +183,18 @@ class PolicyGroup:
             raise UserError(f"the settings are for device {spec.device}; this group's processes have {self.device}")
         self.spec, self.global_batch_size = spec, global_batch_size
         nodes = get([actor.node.remote() for actor in self.actors])
-        return get(
-            [actor.build.remote(spec, nodes.count(node)) for actor, node in zip(self.actors, nodes, strict=True)]
-        )[0]
+        places = list(zip(self.actors, (nodes.count(node) for node in nodes), strict=True))
+        if on_load is None:
+            return get([actor.build.remote(spec, local) for actor, local in places])[0]
+        from nemo_rl_dsv4.policy.load_board import watched
+
+        with watched(on_load) as (board, watch):
+            refs = [
+                actor.build.remote(spec, local, board if rank == 0 else None)
+                for rank, (actor, local) in enumerate(places)
+            ]
+            watch(refs)
+            return get(refs)[0]
 
     def install_report(self) -> dict[str, Any]:
         """What was installed on the model, module by module, as JSON values; the same on every rank."""
@@ -288,11 +301,16 @@ class PolicyGroup:
     def save_checkpoint(self, folder: Path) -> Callable[[], dict[str, str]]:
         """Copy weights, optimizer, schedule and random state on every rank, and begin to write them into `folder`.
 
+        Config and tokenizer of the checkpoint that the run started from go beside them (`policy.export_source`).
+
         Returns:
             A function that waits until every rank's files are complete, and returns their SHA-256 by name. Other calls
             may be made meanwhile, from other threads too: ranks are asked, never held up.
         """
+        from nemo_rl_dsv4.policy.export_source import write_export_source
+
         get([actor.start_checkpoint.remote(str(Path(folder).resolve())) for actor in self.actors])
+        write_export_source(folder, self.spec.export_source, self.spec.hf_config or {}, self.spec.config_overrides)
 
         def finish() -> dict[str, str]:
             digests: dict[str, str] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,14 +15,19 @@ import torch.distributed as dist
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.build import build_model, materialize, resolve_dtype
-from nemo_rl_dsv4.model.checkpoint.load import load_into
+from nemo_rl_dsv4.model.checkpoint.check import check_checkpoint
+from nemo_rl_dsv4.model.checkpoint.load import load_into, total_bytes
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.hf_config import read_config
+from nemo_rl_dsv4.model.official_names import tensor_kind
 from nemo_rl_dsv4.numerics import RolloutProfile, get_profile
 from nemo_rl_dsv4.policy.dispatcher import check_dispatcher
+from nemo_rl_dsv4.policy.export_source import ExportSource
 from nemo_rl_dsv4.policy.packing import Packing
 from nemo_rl_dsv4.policy.parallel import ParallelSizes, create_meshes
 from nemo_rl_dsv4.policy.worker import PolicyWorker
+from nemo_rl_dsv4.refit.encode import Encoder
+from nemo_rl_dsv4.refit.source_scales import SourceScales
 from nemo_rl_dsv4.refit.verify import ExportCheck
 from nemo_rl_dsv4.routes import RouterMode
 
@@ -79,6 +84,12 @@ class PolicySpec:
     offload_optimizer_for_logprob: bool = False
     alignment: Mapping[str, bool] = field(default_factory=dict)
 
+    @property
+    def export_source(self) -> ExportSource:
+        """What a training checkpoint notes down for an export of its weights."""
+        rounded = bool(self.fake_quant.get("weights"))
+        return ExportSource(self.checkpoint, self.profile, rounded, self.precision)
+
 
 def check_scale_kind(checkpoint: Path, hf_config: Mapping[str, Any], profile: RolloutProfile) -> bool:
     """Refuse a quantized checkpoint whose scales are of another kind than the rollout's.
@@ -107,25 +118,53 @@ def weights_device(spec: PolicySpec) -> torch.device:
     return torch.device("cpu" if spec.cpu_offload else spec.device)
 
 
-def load_weights(model: torch.nn.Module, spec: PolicySpec, hf_config: Mapping[str, Any]) -> None:
+OnLoad = Callable[[int, int], None]
+"""Hears (bytes read, bytes to read) of this rank's part of a checkpoint."""
+
+
+def load_weights(
+    model: torch.nn.Module, spec: PolicySpec, hf_config: Mapping[str, Any], on_load: OnLoad | None = None
+) -> SourceScales:
     """Read this rank's part of `spec.checkpoint` into a model that was built on meta and is sharded by now.
+
+    Returns:
+        The checkpoint's scales that this rank's export needs: of the experts that it holds, and of all other weights.
 
     Raises:
         UserError: any damage; scales of another kind than the profile's; weights whose values change on export (FP4
             experts whose scales lie further apart than an FP8 block can hold).
     """
     assert spec.checkpoint is not None
-    checkpoint, profile = Path(spec.checkpoint), get_profile(spec.profile)
-    check = ExportCheck(profile) if check_scale_kind(checkpoint, hf_config, profile) else None
+    folder, profile = Path(spec.checkpoint), get_profile(spec.profile)
+    check = ExportCheck(profile) if check_scale_kind(folder, hf_config, profile) else None
     materialize(model, weights_device(spec))
-    report = load_into(model, checkpoint, config_overrides=spec.config_overrides, on_stored=check)
+    checkpoint = check_checkpoint(folder, config_overrides=spec.config_overrides)
+    checkpoint.raise_if_damaged()
+    done, total, held = 0, total_bytes(model, checkpoint), set[str]()
+
+    def on_stored(name: str, data: torch.Tensor, scale: torch.Tensor | None) -> None:
+        held.add(name)
+        if check is not None:
+            check(name, data, scale)
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        if on_load is not None:
+            on_load(done, total)
+
+    report = load_into(model, checkpoint, on_stored=on_stored, advance=advance, device=torch.device(spec.device))
     log.info("read %d tensors, %.2f GiB in %.1f s", report.tensors, report.bytes / 2**30, report.seconds)
     if check is not None and check.changed:
         name, error = max(check.changed.items(), key=lambda item: item[1])
         raise UserError(
-            f"{checkpoint}: {len(check.changed)} tensors would change on the way to the rollout, most of all "
+            f"{folder}: {len(check.changed)} tensors would change on the way to the rollout, most of all "
             f"{name!r} (relative error {error:.2g}); its scales lie too far apart for profile {profile.name}"
         )
+    encoder = Encoder(profile)
+    return SourceScales.of_checkpoint(
+        checkpoint, encoder.spec, lambda name: name in held or tensor_kind(name) != "expert.weight"
+    )
 
 
 def check_sizes(hf_config: Mapping[str, Any], spec: PolicySpec) -> None:
@@ -153,8 +192,13 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count() or 1)
 
 
-def build_worker(spec: PolicySpec) -> PolicyWorker:
-    """Build one rank: model, weights, rounding, sharding, optimizer. Needs `torch.distributed` when world > 1."""
+def build_worker(spec: PolicySpec, on_load: OnLoad | None = None) -> PolicyWorker:
+    """Build one rank: model, weights, rounding, sharding, optimizer. Needs `torch.distributed` when world > 1.
+
+    Args:
+        spec: its settings.
+        on_load: called after every piece of the checkpoint that was read.
+    """
     check_dispatcher(spec.backend, ranks=spec.sizes.ep, gpus_per_node=local_world_size())
     profile = get_profile(spec.profile)
     if spec.checkpoint is None:
@@ -169,7 +213,7 @@ def build_worker(spec: PolicySpec) -> PolicyWorker:
         seed=spec.seed,
         device=weights_device(spec) if spec.checkpoint is None else torch.device("meta"),
     )
-    load = None if spec.checkpoint is None else partial(load_weights, spec=spec, hf_config=hf_config)
+    load = None if spec.checkpoint is None else partial(load_weights, spec=spec, hf_config=hf_config, on_load=on_load)
     return PolicyWorker(
         model,
         create_meshes(spec.sizes),

@@ -29,6 +29,7 @@ from nemo_rl_dsv4.policy.optim import OptimizerOffload, build_optimizer, build_s
 from nemo_rl_dsv4.policy.packing import Packing, pack_rows
 from nemo_rl_dsv4.policy.parallel import Meshes, average_gradients, parallelize
 from nemo_rl_dsv4.policy.training_state import TrainingStateWriter, load_training_state
+from nemo_rl_dsv4.refit.source_scales import SourceScales
 from nemo_rl_dsv4.routes import MISSING_EXPERT, ROUTED_EXPERTS, RouterMode, as_signed
 
 LossFn = Callable[..., tuple[torch.Tensor, dict[str, float]]]
@@ -41,7 +42,8 @@ class PolicyWorker:
     Args:
         model: the whole model, not yet sharded, with its weights or without (see `load`).
         meshes: this rank's process meshes.
-        load: fills the sharded model with weights; None for a model that has them.
+        load: fills the sharded model with weights and returns the scales they were stored under; None for a model that
+            has its weights.
         fp8: multiply in FP8 where both operands are rounded (`model.fp8`); needs weights, inputs and experts on.
         profile: the rollout whose rounding to install.
         fake_quant: which site groups to round.
@@ -80,7 +82,7 @@ class PolicyWorker:
         keep_reference: bool = False,
         logprob_chunk_size: int | None = None,
         router: RouterMode = RouterMode.OWN,
-        load: Callable[[torch.nn.Module], None] | None = None,
+        load: Callable[[torch.nn.Module], SourceScales] | None = None,
         packing: Packing | None = None,
         sequence_multiple: int = 1,
         compute_dtype: torch.dtype = torch.float32,
@@ -105,8 +107,7 @@ class PolicyWorker:
             compute_dtype=compute_dtype,
             cpu_offload=cpu_offload,
         )
-        if load is not None:
-            load(self.model)
+        self.source_scales = SourceScales() if load is None else load(self.model)
         self.device = _local(next(self.model.parameters())).device
         if cpu_offload:
             # FSDP brings weights to the GPU for their use, but not buffers.

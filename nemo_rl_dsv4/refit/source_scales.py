@@ -9,13 +9,15 @@ that training changed is no longer exact under it and gets the profile's own sca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
 
-from nemo_rl_dsv4.model.stored_weight import decode_scale, scale_name
-from nemo_rl_dsv4.numerics import Quantized
+from nemo_rl_dsv4.model.checkpoint.check import CheckedCheckpoint
+from nemo_rl_dsv4.model.safetensors_file import ShardReader
+from nemo_rl_dsv4.model.stored_weight import decode_scale, scale_grid, scale_name
+from nemo_rl_dsv4.numerics import Quantized, QuantSpec
 from nemo_rl_dsv4.numerics.formats import decode, encode, is_power_of_two, pack_e2m1, unpack_e2m1
 
 
@@ -34,6 +36,35 @@ class SourceScales(Mapping[str, torch.Tensor]):
         for name, scale in scales:
             decode_scale(scale, name=scale_name(name), power_of_two=False)
             self._scales[name] = scale.detach().cpu()
+
+    @classmethod
+    def of_checkpoint(
+        cls,
+        checkpoint: CheckedCheckpoint,
+        spec_of: Callable[[str], QuantSpec | None],
+        keep: Callable[[str], bool] = lambda _: True,
+    ) -> SourceScales:
+        """Read the scales that an export can use, and no others.
+
+        Args:
+            checkpoint: what `check_checkpoint` found.
+            spec_of: how the export quantizes a weight (`Encoder.spec`). A scale of another grid is never a source of
+                its blocks: FP4 scales, 512 times as many as FP8 has, are left out where experts leave as FP8.
+            keep: whether this rank exports a weight.
+        """
+        with ShardReader() as reader:
+            return cls(
+                (name, reader.read(scale))
+                for name, scale in checkpoint.scales.items()
+                if name in checkpoint.shapes and keep(name)
+                if (spec := spec_of(name)) is not None
+                and scale.shape == scale_grid(checkpoint.shapes[name], spec.block)
+            )
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the scales as stored."""
+        return sum(scale.nbytes for scale in self._scales.values())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Float32 grid of a weight."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -79,6 +79,33 @@ class PhaseLines:
 def start_phase(console: Console, description: str, total: int | None = None) -> PhaseBar | PhaseLines:
     """The display of one phase that fits the console; the caller stops it."""
     return (PhaseBar if console.is_terminal else PhaseLines)(console, description, total)
+
+
+@contextmanager
+def bytes_progress(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows a long read or write whose size is known only once it goes on, in MiB.
+
+    Yields a function of (bytes done, bytes in all); nothing is shown before its first call.
+    """
+    started = time.monotonic()
+    display: PhaseBar | PhaseLines | None = None
+    shown = 0
+
+    def report(done: int, total: int) -> None:
+        nonlocal display, shown
+        if display is None:
+            display = start_phase(console, f"{description} (MiB)", max(1, total >> 20))
+        display.advance((done >> 20) - shown)
+        shown = done >> 20
+
+    if not console.is_terminal:
+        console.print(Text(f"{description} ..."), soft_wrap=True)
+    try:
+        yield report
+    finally:
+        if display is not None:
+            display.stop()
+    console.print(Text(f"{description}: done in {time.monotonic() - started:.1f} s"), soft_wrap=True)
 
 
 @contextmanager

@@ -50,6 +50,7 @@ class ConvertReport:
         dropped: `mtp.` weights left out because the config turns multi-token prediction off.
         written: whether the output is there; False where only `lossy` speaks against it.
         resumed: shards taken over from an interrupted conversion.
+        notes: what a reader of the output has to know.
     """
 
     source: str
@@ -64,6 +65,7 @@ class ConvertReport:
     resumed: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, for JSON."""
@@ -209,6 +211,16 @@ def _finish(
     facts = {"source": checked.directory.name, "to": to, "weights": work.results}
     write_text(folder / RECORD, json.dumps(facts, indent=1) + "\n")
     write_serving_notes(folder)
+    check_written(work)
+
+
+def check_written(work: PartialWork) -> None:
+    """Check the finished folder as any checkpoint, and every tensor against its checksum.
+
+    Raises:
+        UserError: something is not what was written; the shard is not counted as finished any more.
+    """
+    folder = work.folder
     check_checkpoint(folder, for_training=False).raise_if_damaged()
     with ShardReader() as reader:
         for file, checksums in work.shards.items():

@@ -26,7 +26,7 @@ from nemo_rl_dsv4.model.safetensors_file import ShardReader, StoredTensor
 from nemo_rl_dsv4.model.stored_weight import is_quantized
 
 OnStored = Callable[[str, torch.Tensor, torch.Tensor | None], None]
-"""Sees (official name, codes or values, scale) of every piece as stored, on the parameter's device."""
+"""Sees (official name, codes or values, scale) of every piece as stored, where it is decoded."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ def load_into(
     done: set[str] | None = None,
     on_stored: OnStored | None = None,
     advance: Callable[[int], None] = lambda _: None,
+    device: torch.device | None = None,
 ) -> LoadReport:
     """Fill a built model, sharded or not, from a checkpoint of any public form.
 
@@ -85,6 +86,8 @@ def load_into(
             keeps the set can continue after an error by calling again.
         on_stored: called with every piece before it is decoded.
         advance: called with the stored bytes of every piece.
+        device: where codes are checked and decoded; default where each parameter is. A GPU for parameters that stay in
+            host memory.
 
     Raises:
         UserError: any damage, naming file and tensor; a parameter on meta; names or shapes of model and config that do
@@ -111,7 +114,7 @@ def load_into(
             return data, reader.read(piece.scale, (rows[0] // block, -(-rows[1] // block)))
 
         for piece, (data, scale) in read_ahead(pieces, read):
-            _write(piece, data, scale, checkpoint, on_stored)
+            _write(piece, data, scale, checkpoint, on_stored, device)
             if piece.last:
                 done.add(piece.tensor.name)
             advance(data.nbytes)
@@ -124,11 +127,12 @@ def _write(
     scale: torch.Tensor | None,
     checkpoint: CheckedCheckpoint,
     on_stored: OnStored | None,
+    device: torch.device | None,
 ) -> None:
     target, region = piece.region.target, piece.region
     assert checkpoint.config is not None
-    if target.is_cuda:
-        data, scale = data.to(target.device), None if scale is None else scale.to(target.device)
+    where = target.device if device is None else device
+    data, scale = data.to(where), None if scale is None else scale.to(where)
     if on_stored is not None:
         on_stored(piece.tensor.name, data, scale)
     values = decode_tensor(

@@ -51,6 +51,30 @@ def serving_notes(config: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def export_command(step: Path, to: str = "fp8") -> str:
+    """Command that makes a training checkpoint servable, in a folder beside it."""
+    return f"nemo-rl-dsv4 convert {step} {step}-{to} --to {to}"
+
+
+def training_notes(step: Path) -> dict[str, str]:
+    """Return {file: note} for a training checkpoint in the folder `step`: engines cannot read it as it is."""
+    text = "\n".join(
+        [
+            "# Serving this training checkpoint",
+            "",
+            "It holds weights and optimizer in torch's distributed format, which no engine reads. Export the weights:",
+            "```",
+            export_command(step),
+            "```",
+            "FP8 is what the run's rollout had at this step: official names, codes, scales, config and tokenizer.",
+            "`--to bf16` gives the weights as the optimizer holds them, for transformers or further training.",
+            f"The new folder's {FILE} has the commands for vLLM and transformers.",
+            "",
+        ]
+    )
+    return {FILE: text}
+
+
 def write_serving_notes(folder: Path) -> Path:
     """Write the note into a checkpoint folder and return its path."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
