@@ -95,7 +95,9 @@ def export_checkpoint(
         destination.parent.mkdir(parents=True, exist_ok=True)
         fingerprint = _fingerprint(saved, weights, [to, max_shard_bytes, report.notes])
         with PartialWork(destination.with_name(f".{destination.name}.partial"), fingerprint) as work:
-            _write_shards(weights, saved, encoder, work, max_shard_bytes, report, advance, as_training=noted.weights_rounded)
+            _write_shards(
+                weights, saved, encoder, work, max_shard_bytes, report, advance, as_training=noted.weights_rounded
+            )
             _finish(policy_folder, noted, config, to, encoder, work, report)
             work.move_to(destination)
     except OSError as error:
