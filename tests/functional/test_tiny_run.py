@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_dsv4.cli.main import main
+
 pytestmark = pytest.mark.slow
 
 
@@ -18,7 +20,7 @@ def records(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_writes_what_it_says(run, tmp_path):
+def test_a_run_writes_what_it_says(run, tmp_path, monkeypatch):
     """Under `uv run` and with relative paths: Ray used to start workers in a copy without the tiny checkpoint."""
     done = run(
         "qat",
@@ -43,6 +45,13 @@ def test_a_run_writes_what_it_says(run, tmp_path):
         assert str(Path("logs") / "exp_001" / name) in done.stdout
     assert {path.name for path in (tmp_path / "results/exp_001").iterdir()} == {"step_1", "step_2"}
     assert "step 2/2" in done.stdout and "validation accuracy, last" in done.stdout
+    command = "nemo-rl-dsv4 convert results/exp_001/step_2 results/exp_001/step_2-fp8 --to fp8"
+    assert f"to serve it: {command}" in done.stdout
+    assert command in (tmp_path / "results/exp_001/step_2/SERVE.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", "logs/exp_001", "served", "--to", "fp8"]) == 0
+    assert main(["inspect", "served", "--deep"]) == 0
+    assert (tmp_path / "served/tokenizer.json").stat().st_size > 0
 
 
 def test_resume_continues_as_if_never_stopped(run, tmp_path):
