@@ -7,6 +7,7 @@ import time
 
 import pytest
 import ray
+from ray import cloudpickle
 
 from nemo_rl_dsv4.policy.load_board import reporter, watched
 
@@ -24,7 +25,7 @@ class Loader:
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()

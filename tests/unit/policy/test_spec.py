@@ -13,7 +13,7 @@ from nemo_rl_dsv4.model.build import CPU_BACKEND
 from nemo_rl_dsv4.model.checkpoint.check import check_checkpoint
 from nemo_rl_dsv4.model.qat import SWITCHES
 from nemo_rl_dsv4.model.release_checkpoint import ReleaseCheckpoint
-from nemo_rl_dsv4.model.release_writer import write_release_checkpoint
+from nemo_rl_dsv4.model.release_writer import ExpertFormat, write_release_checkpoint
 from nemo_rl_dsv4.numerics import get_profile
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec, build_worker, check_scale_kind
@@ -69,7 +69,8 @@ def test_an_unquantized_checkpoint_needs_no_check(tmp_path):
 
 def test_loading_says_how_far_it_is_and_keeps_only_scales_that_an_export_can_use(tiny_config, training_state, tmp_path):
     """Every byte is announced; FP4 scales, which no FP8 export can use, do not stay in memory; FP8 ones do."""
-    for form, experts in (("fp4", 0), ("fp8", 5 * 8 * 3)):
+    forms: dict[ExpertFormat, int] = {"fp4": 0, "fp8": 5 * 8 * 3}
+    for form, experts in forms.items():
         write_release_checkpoint(training_state, tiny_config, tmp_path / form, expert_format=form)
         heard: list[tuple[int, int]] = []
         worker = build_worker(spec(tmp_path / form), lambda done, total, heard=heard: heard.append((done, total)))
