@@ -9,7 +9,7 @@ difference of loss and gradient norm; largest and median over parameters of |g -
 update (SGD: AdamW's first step is the sign of a gradient, whatever its size); differing bytes of the exported FP8
 checkpoint before training.
 
-Variants: `plain` (one row a sequence), `packed`, `qat` (rounding on, rollout profile vllm-hopper), and `qat-float64`.
+Variants: `plain` (one row a sequence) and `packed`, without rounding or alignment switches, `qat` (rounding on, rollout profile vllm-hopper), and `qat-float64`.
 Layouts add the same numbers in other orders, so float32 results differ in their last bits, and with rounding such a
 difference can move a value to the next FP8 code. `qat-float64` is `qat` with every product, sum and transcendental
 function worked out in float64 and rounded to float32 once, which leaves the order of additions nothing to change:
@@ -40,6 +40,7 @@ from nemo_rl_dsv4.grpo.settings import LossSettings
 from nemo_rl_dsv4.model.build import CPU_BACKEND
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.qat import SWITCHES
+from nemo_rl_dsv4.numerics.alignment import SWITCHES as ALIGNMENT
 from nemo_rl_dsv4.policy.packing import Packing
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec, build_worker
@@ -154,6 +155,7 @@ def spec(sizes: ParallelSizes, variant: str) -> PolicySpec:
         sizes=sizes,
         profile="vllm-hopper",
         fake_quant=dict.fromkeys(SWITCHES, variant.startswith("qat")),
+        alignment={} if variant.startswith("qat") else dict.fromkeys(ALIGNMENT, False),
         precision="float32",
         backend=CPU_BACKEND,
         micro_batch_size=4,
