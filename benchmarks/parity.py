@@ -9,7 +9,8 @@ difference of loss and gradient norm; largest and median over parameters of |g -
 update (SGD: AdamW's first step is the sign of a gradient, whatever its size); differing bytes of the exported FP8
 checkpoint before training.
 
-Variants: `plain` (one row a sequence) and `packed`, without rounding or alignment switches, `qat` (rounding on, rollout profile vllm-hopper), and `qat-float64`.
+Variants: `plain` (one row a sequence) and `packed`, without rounding or alignment switches, `qat` (rounding on, rollout
+profile vllm-hopper), and `qat-float64`.
 Layouts add the same numbers in other orders, so float32 results differ in their last bits, and with rounding such a
 difference can move a value to the next FP8 code. `qat-float64` is `qat` with every product, sum and transcendental
 function worked out in float64 and rounded to float32 once, which leaves the order of additions nothing to change:
