@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.official_names import fused_group, tensor_kind
 from nemo_rl_dsv4.model.stored_weight import decode_scale, decode_weight, scale_name
-from nemo_rl_dsv4.numerics import QuantSpec, dequantize, fake_quant, get_profile, quantize
+from nemo_rl_dsv4.numerics import Quantized, QuantSpec, dequantize, fake_quant, get_profile, quantize
 from nemo_rl_dsv4.refit import export_tensor, export_weights
 
 State = dict[str, torch.Tensor]
@@ -234,3 +234,29 @@ def test_codes_of_training_are_sent_as_they_are(
         assert torch.equal(found.flatten().view(torch.uint8), expected.flatten().view(torch.uint8)), name
     with pytest.raises(UserError, match="export with the profile of the training run"):
         list(export_weights(state, replace(HOPPER, sites=get_profile("deepseek-reference").sites), stored=stored))
+
+
+def test_unchanged_blocks_go_out_with_the_checkpoints_bytes_whatever_training_stores() -> None:
+    """Precedence: a block that the checkpoint's scale holds exactly takes it; a changed one takes training's scale."""
+    from nemo_rl_dsv4.model.quantized_weights import StoredCodes
+    from nemo_rl_dsv4.refit.encode import Encoder
+
+    name, spec = "layers.0.attn.wq_a.weight", HOPPER.site("linear.weight")
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randint(-8, 9, (256, 256), generator=generator) / 16.0
+    value[::128, ::128] = 0.5
+    before = quantize(value, spec)
+    source = 4 * before.scale  # larger than needed, as a checkpoint's may be
+    value[3, 130] = before.scale[0, 1] * 2.0**-9  # training moved one weight to where the source scale has no code
+    trained = quantize(value, spec)
+    stored = {name: StoredCodes(trained.data, trained.scale, spec)}
+    expected = source.clone()
+    expected[0, 1] = trained.scale[0, 1]
+    for found in (
+        Encoder(HOPPER, source_scales={name: source}, stored=stored).encode(name, value),
+        Encoder(HOPPER, source_scales={name: source}).encode(name, value),
+    ):
+        assert torch.equal(found.scale, expected)
+        assert torch.equal(dequantize(Quantized(found.data, found.scale, spec, value.shape), torch.float32), value)
+    alone = Encoder(HOPPER, stored=stored).encode(name, value)
+    assert torch.equal(alone.scale, trained.scale)
