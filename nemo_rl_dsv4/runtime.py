@@ -455,6 +455,7 @@ def report(console: Any, logger: RunLogger, summary: TrainingSummary, seconds: f
     numbers |= {"stopped": summary.stop_reason, "seconds since this start": round(seconds, 1)}
     files = logger.finish(numbers)
     shown = summary_lines(numbers)
+    files["what was rounded"] = logger.run_dir / INSTALL_FILE
     if summary.checkpoints:
         files["last checkpoint"] = summary.checkpoints[-1]
         shown["to serve it"] = export_command(summary.checkpoints[-1])

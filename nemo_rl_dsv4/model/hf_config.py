@@ -93,10 +93,21 @@ def read_config(
     Args:
         directory: the checkpoint folder.
         overrides: values that replace those of the file.
-        for_training: refuse multi-token prediction, see `validate_config`.
+        for_training: refuse multi-token prediction, see `config_problems`.
 
     Raises:
-        UserError: the file is missing or no JSON object, or see `validate_config` and `rope_settings`.
+        UserError: the file is missing or no JSON object, or see `validate_config`.
+    """
+    config = read_config_file(directory, overrides)
+    validate_config(config, for_training=for_training)
+    return config
+
+
+def read_config_file(directory: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read `config.json` of a checkpoint folder with `overrides` applied; what it says is not checked.
+
+    Raises:
+        UserError: the file is missing or no JSON object.
     """
     path = Path(directory) / "config.json"
     try:
@@ -105,78 +116,97 @@ def read_config(
         raise UserError(f"{path}: cannot be read as a model configuration ({error})") from error
     if not isinstance(config, dict):
         raise UserError(f"{path}: holds a {type(config).__name__}; wanted a JSON object")
-    config.update(overrides or {})
-    validate_config(config, for_training=for_training)
-    rope_settings(config)
-    return config
+    return config | dict(overrides or {})
 
 
-def _positive(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json: {key} is {value!r}; wanted a positive integer")
-    return value
+def config_problems(config: Mapping[str, Any], *, for_training: bool = True) -> list[str]:
+    """Everything that keeps an official-style config from describing a DeepSeek-V4 this package can build.
+
+    A check that needs keys which are wrong themselves is left out; each message names key, value, and what was wanted.
+    """
+    found: list[str] = []
+    if config.get("model_type") != "deepseek_v4":
+        found.append(f"model_type is {config.get('model_type')!r}; wanted 'deepseek_v4'")
+    sizes = {key: config.get(key) for key in _SIZES}
+    wrong = [key for key, value in sizes.items() if not _is_whole(value) or value < 1]  # type: ignore[operator]
+    found += [f"{key} is {sizes[key]!r}; wanted a positive integer" for key in wrong]
+    for key, kind in _OPTIONAL_KEYS.items():
+        value = config.get(key, _ABSENT)
+        if value is not _ABSENT and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            wanted = "true or false" if kind is bool else "text" if kind is str else "a number"
+            found.append(f"{key} is {value!r}; wanted {wanted}, or leave the key out for the default")
+
+    def usable(*keys: str) -> bool:
+        return not any(key in wrong for key in keys)
+
+    if usable("num_hidden_layers"):
+        found += _layer_problems(config, config["num_hidden_layers"])
+    if usable("num_attention_heads", "o_groups") and config["num_attention_heads"] % config["o_groups"]:
+        found.append(
+            f"num_attention_heads {config['num_attention_heads']} is not a multiple of o_groups {config['o_groups']}"
+        )
+    if usable("num_experts_per_tok", "n_routed_experts") and config["num_experts_per_tok"] > config["n_routed_experts"]:
+        found.append(
+            f"num_experts_per_tok {config['num_experts_per_tok']} exceeds n_routed_experts {config['n_routed_experts']}"
+        )
+    if usable("head_dim", "qk_rope_head_dim"):
+        found += _rope_dim_problems(config["head_dim"], config["qk_rope_head_dim"])
+    if config.get("tie_word_embeddings"):
+        found.append("tie_word_embeddings is true; DeepSeek-V4 has its own head, set it to false")
+    predicted = config.get("num_nextn_predict_layers", 0)
+    if not _is_whole(predicted) or predicted < 0:
+        found.append(f"num_nextn_predict_layers is {predicted!r}; wanted 0 or a positive integer")
+    elif for_training and predicted != 0:
+        found.append(
+            f"num_nextn_predict_layers is {predicted!r}; the policy trains without multi-token prediction, set "
+            "policy.hf_config_overrides.num_nextn_predict_layers to 0"
+        )
+    try:
+        rope_settings(config)
+    except UserError as error:
+        found.append(str(error).removeprefix("config.json: "))
+    return [f"config.json: {message}" for message in found]
 
 
 def validate_config(config: Mapping[str, Any], *, for_training: bool = True) -> None:
     """Check that an official-style config describes a DeepSeek-V4 this package can build.
 
     Raises:
-        UserError: a missing or wrong key, a ratio other than 0, 4, 128, sizes that do not divide, or (`for_training`)
-            multi-token prediction left on.
+        UserError: every problem of `config_problems`, a line each: a missing or wrong key, a ratio other than 0, 4,
+            128, sizes that do not divide, RoPE settings (`rope_settings`), or (`for_training`) multi-token prediction
+            left on.
     """
-    if config.get("model_type") != "deepseek_v4":
-        raise UserError(f"config.json: model_type is {config.get('model_type')!r}; wanted 'deepseek_v4'")
-    for key in _SIZES:
-        _positive(config, key)
-    for key, kind in _OPTIONAL_KEYS.items():
-        value = config.get(key, _ABSENT)
-        if value is not _ABSENT and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            wanted = "true or false" if kind is bool else "text" if kind is str else "a number"
-            raise UserError(f"config.json: {key} is {value!r}; wanted {wanted}, or leave the key out for the default")
-    layers = config["num_hidden_layers"]
-    ratios = config.get("compress_ratios")
+    problems = config_problems(config, for_training=for_training)
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _layer_problems(config: Mapping[str, Any], layers: int) -> list[str]:
+    """Kinds of layers: one ratio a layer, and how many choose experts by hash."""
+    found: list[str] = []
+    ratios, hashed = config.get("compress_ratios"), config.get("num_hash_layers")
     if not isinstance(ratios, list | tuple) or len(ratios) < layers:
-        raise UserError(
-            f"config.json: compress_ratios is {ratios!r}; wanted one of 0, 4, 128 for each of {layers} layers"
-        )
-    wrong = [r for r in ratios[:layers] if isinstance(r, bool) or not isinstance(r, int) or r not in LAYER_TYPES]
-    if wrong:
-        raise UserError(f"config.json: compress_ratios holds {wrong[0]!r}; wanted 0, 4 or 128")
-    hash_layers = config.get("num_hash_layers")
-    if isinstance(hash_layers, bool) or not isinstance(hash_layers, int) or not 0 <= hash_layers <= layers:
-        raise UserError(f"config.json: num_hash_layers is {hash_layers!r}; wanted 0 to {layers}")
-    if config["num_attention_heads"] % config["o_groups"]:
-        raise UserError(
-            f"config.json: num_attention_heads {config['num_attention_heads']} is not a multiple of o_groups "
-            f"{config['o_groups']}"
-        )
-    if config["num_experts_per_tok"] > config["n_routed_experts"]:
-        raise UserError(
-            f"config.json: num_experts_per_tok {config['num_experts_per_tok']} exceeds n_routed_experts "
-            f"{config['n_routed_experts']}"
-        )
-    _check_rope_dim(config)
-    if config.get("tie_word_embeddings"):
-        raise UserError("config.json: tie_word_embeddings is true; DeepSeek-V4 has its own head, set it to false")
-    predicted = config.get("num_nextn_predict_layers", 0)
-    if isinstance(predicted, bool) or not isinstance(predicted, int) or predicted < 0:
-        raise UserError(f"config.json: num_nextn_predict_layers is {predicted!r}; wanted 0 or a positive integer")
-    if for_training and predicted != 0:
-        raise UserError(
-            f"config.json: num_nextn_predict_layers is {config['num_nextn_predict_layers']!r}; the policy trains "
-            "without multi-token prediction, set policy.hf_config_overrides.num_nextn_predict_layers to 0"
-        )
+        found.append(f"compress_ratios is {ratios!r}; wanted one of 0, 4, 128 for each of {layers} layers")
+    else:
+        wrong = [ratio for ratio in ratios[:layers] if not _is_whole(ratio) or ratio not in LAYER_TYPES]
+        found += [f"compress_ratios holds {wrong[0]!r}; wanted 0, 4 or 128"] if wrong else []
+    if not _is_whole(hashed) or not 0 <= hashed <= layers:  # type: ignore[operator]
+        found.append(f"num_hash_layers is {hashed!r}; wanted 0 to {layers}")
+    return found
 
 
-def _check_rope_dim(config: Mapping[str, Any]) -> None:
+def _rope_dim_problems(head: int, rope: int) -> list[str]:
     """Both models recompute the rotary width as int(head_dim * (rope / head_dim)), which can lose one to rounding."""
-    head, rope = config["head_dim"], config["qk_rope_head_dim"]
     if rope % 2 or rope > head or int(head * (rope / head)) != rope:
-        raise UserError(
-            f"config.json: qk_rope_head_dim {rope} with head_dim {head}; wanted an even width up to head_dim whose "
-            "fraction of head_dim is exact in floating point"
-        )
+        return [
+            f"qk_rope_head_dim {rope} with head_dim {head}; wanted an even width up to head_dim whose fraction of "
+            "head_dim is exact in floating point"
+        ]
+    return []
 
 
 def rope_settings(config: Mapping[str, Any]) -> RopeSettings:

@@ -25,13 +25,14 @@ from nemo_rl_dsv4.model.checkpoint.classes import (
 )
 from nemo_rl_dsv4.model.checkpoint.problems import Problem, problems_error
 from nemo_rl_dsv4.model.checkpoint.shards import Shards, scan_shards
-from nemo_rl_dsv4.model.hf_config import read_config
+from nemo_rl_dsv4.model.hf_config import config_problems, read_config_file
 from nemo_rl_dsv4.model.official_names import EXPERT_PARTS, OFFICIAL_EXPERT, OFFICIAL_LAYER, expected_tensors, mtp_kind
 from nemo_rl_dsv4.model.safetensors_file import StoredTensor
 from nemo_rl_dsv4.model.stored_weight import is_quantized, scale_grid
 
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)
 _INTEGERS = (torch.int64, torch.int32)
+_HALVES = (torch.bfloat16, torch.float16)
 _PACKED = (torch.int8, torch.uint8)
 
 
@@ -100,11 +101,15 @@ def check_checkpoint(
     """
     directory = Path(directory)
     problems: list[Problem] = []
+    config = None
     try:
-        config = read_config(directory, config_overrides, for_training=for_training)
+        read = read_config_file(directory, config_overrides)
     except UserError as error:
-        config = None
-        problems.append(Problem("config.json", None, _with_path(directory, str(error))))
+        problems.append(Problem("config.json", None, str(error)))
+    else:
+        wrong = config_problems(read, for_training=for_training)
+        problems += [Problem("config.json", None, f"{directory}/{message}") for message in wrong]
+        config = None if wrong else read
     shards = scan_shards(directory)
     found = CheckedCheckpoint(directory, config, shards, problems=[*problems, *shards.problems])
     found.mtp = mtp_kind(shards.tensors)
@@ -124,10 +129,6 @@ def check_checkpoint(
     if shards.stray:
         found.notes.append(f"not named by the index, and not read: {', '.join(shards.stray)}")
     return found
-
-
-def _with_path(directory: Path, message: str) -> str:
-    return message if str(directory) in message else f"{directory}/{message}"
 
 
 def _match_scales(found: CheckedCheckpoint, with_mtp: bool) -> None:
@@ -234,6 +235,12 @@ def _check_forms(found: CheckedCheckpoint) -> None:
             quantized[0],
             f"{quantized[0].name!r} and {len(quantized) - 1} more are quantized, but config.json has no "
             "quantization_config; engines would read codes as numbers",
+        )
+    narrow = [t for name, t in found.weights.items() if t.dtype in _HALVES and stored_kind(name, t.dtype) == "fp32"]
+    if narrow:
+        found.notes.append(
+            f"{len(narrow)} tensors that a release keeps in float32, such as {narrow[0].name!r}, are stored in "
+            f"{str(narrow[0].dtype).removeprefix('torch.')}; they are read as they are, with what rounding has left"
         )
     if not quantized and quantization:
         found.notes.append("config.json has a quantization_config, but no tensor is quantized; engines may refuse it")

@@ -120,6 +120,37 @@ def test_half_precision_under_a_bfloat16_config_is_a_swapped_dtype(folder: Path)
     assert problem.tensor == "head.weight" and "torch.float16" in problem.message
 
 
+def test_all_problems_of_the_config_are_listed_with_those_of_the_files(folder: Path) -> None:
+    """Only the first used to be named, so that a config was mended one key at a time."""
+    edit_config(
+        folder, hidden_size=-1, o_groups=3, num_experts_per_tok=9, rope_theta="x", compress_ratios=[0, 0, 7, 4, 4]
+    )
+    (folder / INDEX).write_text("{}")
+    problems = check_checkpoint(folder).problems
+    of_config = [problem.message for problem in problems if problem.file == "config.json"]
+    wanted = (
+        "hidden_size is -1",
+        "compress_ratios holds 7",
+        "o_groups 3",
+        "num_experts_per_tok 9",
+        "rope_theta is 'x'",
+    )
+    assert len(of_config) == len(wanted) and len(problems) > len(of_config)
+    for words in wanted:
+        (message,) = [text for text in of_config if words in text]
+        assert message.startswith(f"{folder}/config.json: ")
+
+
+def test_float32_tensors_stored_in_bfloat16_are_noted(folder: Path) -> None:
+    assert not any("float32" in note for note in check_checkpoint(folder).notes)
+    for name in ("layers.1.attn.attn_sink", "hc_head_fn"):
+        edit_tensor(folder, name, lambda value: value.to(torch.bfloat16))
+    checked = check_checkpoint(folder)
+    (note,) = [note for note in checked.notes if "float32" in note]
+    assert checked.problems == [] and note.startswith("2 tensors that a release keeps in float32, such as")
+    assert "bfloat16" in note
+
+
 def test_formats_are_checked_against_the_config(folder: Path) -> None:
     """Case C032: expert layout told by the tensors; the config's word is a note."""
     edit_config(folder, expert_dtype="fp8")
