@@ -65,7 +65,8 @@ def pack_routes(requests: Sequence[Tensor | None], lengths: Sequence[int], width
         int16 [B, width, L, K]; -1 where nothing was recorded.
 
     Raises:
-        UserError: no request was recorded, or one has another number of rows, layers or experts.
+        UserError: no request was recorded, or one is not of integers that int16 holds, or has another number of rows,
+            layers or experts. Whether the model has an expert of that id is for `check_routes`.
     """
     recorded = [routes for routes in requests if routes is not None]
     if not recorded:
@@ -73,6 +74,8 @@ def pack_routes(requests: Sequence[Tensor | None], lengths: Sequence[int], width
             f"{ROUTED_EXPERTS}: the engine returned none for all {len(requests)} requests; turn its capture on "
             "(vllm_cfg.enable_return_routed_experts), or router replay and router_overlap_metrics off"
         )
+    if recorded[0].ndim != 3:
+        raise UserError(f"{ROUTED_EXPERTS} has shape {list(recorded[0].shape)}; wanted [tokens - 1, layers, top-k]")
     layers, top_k = recorded[0].shape[-2:]
     packed = torch.full((len(requests), width, layers, top_k), MISSING_EXPERT, dtype=torch.int16)
     for row, (routes, length) in enumerate(zip(requests, lengths, strict=True)):
@@ -83,8 +86,26 @@ def pack_routes(requests: Sequence[Tensor | None], lengths: Sequence[int], width
                 f"{ROUTED_EXPERTS} of request {row} has shape {list(routes.shape)}; wanted "
                 f"{[length - 1, layers, top_k]} (tokens - 1, layers, top-k) for a sequence of {length} tokens"
             )
+        _refuse_ids(routes, row)
         packed[row, : length - 1] = routes.to(torch.int16)
     return packed
+
+
+def _refuse_ids(routes: Tensor, row: int) -> None:
+    """Refuse what int16 would turn into other ids: 65538 into 2, 2.7 into 2, NaN into 0."""
+    if routes.dtype not in INTEGER_DTYPES:
+        raise UserError(
+            f"{ROUTED_EXPERTS} of request {row} is {routes.dtype}; wanted expert ids as one of "
+            f"{', '.join(map(str, INTEGER_DTYPES))}"
+        )
+    highest = torch.iinfo(torch.int16).max
+    if routes.numel() and (int(routes.min()) < MISSING_EXPERT or int(routes.max()) > highest):
+        ids = routes.long()
+        wrong = ids[(ids < MISSING_EXPERT) | (ids > highest)][0]
+        raise UserError(
+            f"{ROUTED_EXPERTS} of request {row} holds {int(wrong)}; wanted expert ids of 0 to {highest}, or "
+            f"{MISSING_EXPERT} for a row that was not recorded: check the engine's capture"
+        )
 
 
 def as_signed(routes: Tensor) -> Tensor:

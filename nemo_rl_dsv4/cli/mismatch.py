@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,8 @@ EXAMPLE = (
     "  nemo-rl-dsv4 mismatch --config examples/configs/recipes/llm/grpo-dsv4-tiny-1n0g-automodel-qat.yaml\n"
     "  nemo-rl-dsv4 mismatch --config RECIPE policy.precision=bfloat16 --save-rollout rollout.safetensors\n"
     "  nemo-rl-dsv4 mismatch --config RECIPE --rollout rollout.safetensors     score what was sampled before\n\n"
-    "exit status: 0 agreed, 1 the aligned trainer is farther away than --limit and than the engine's own floor, 2 bad "
-    "input"
+    "exit status: 0 agreed, 1 the aligned trainer is farther away than --limit and than the engine's own floor (or "
+    "no finite distance), 2 bad input"
 )
 
 
@@ -75,6 +76,8 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("prompts", "responses"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} is {getattr(options, name)}; wanted 1 or more")
+    if not (options.limit >= 0 and math.isfinite(options.limit)):
+        raise UserError(f"--limit is {options.limit}; wanted a k3 of 0 or more, such as 0.001")
     if not 0 <= options.noise < 1:
         raise UserError(f"--noise is {options.noise}; wanted 0 or more, and less than 1")
     if options.rollout is not None and options.save_rollout is not None:
@@ -166,11 +169,17 @@ def _checkpoint_of(config: MasterConfig, tokenizer: Any) -> Path:
 
 
 def _too_far(study: Any, limit: float) -> bool:
+    """Whether the aligned trainer is shown to be farther away than allowed, or its distance is no number at all."""
     from nemo_rl_dsv4.mismatch.study import EVERYTHING
 
     everything = study.variant(EVERYTHING, "reference point")
+    if everything is None:
+        return False
     floor = 0.0 if study.floor is None else study.floor.k3.high
-    return everything is not None and everything.mismatch.k3.low > max(limit, floor)
+    distance = everything.mismatch.k3
+    if not all(math.isfinite(value) for value in (distance.mean, distance.low, distance.high, floor)):
+        return True
+    return distance.low > max(limit, floor)
 
 
 def _print(study: Any, files: dict[str, Path]) -> None:

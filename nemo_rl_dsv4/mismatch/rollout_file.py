@@ -29,6 +29,8 @@ REQUIRED = {
     "logprobs": (torch.float32, 2),
     "prompt": (torch.int64, 1),
 }
+MAX_LOGPROB = 1e-4
+"""A logprob above 0 by no more than this is rounding of the engine's log-softmax."""
 OPTIONAL = {"prefill_logprobs": (torch.float32, 2), "routed_experts": (torch.int16, 4)}
 
 
@@ -64,6 +66,25 @@ class Rollout:
                 f"rollout: sequence {row} has {int(start[row])} prompt tokens of {int(end[row])} in rows of {width}"
             )
 
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """Refuse what no engine samples: each would otherwise be scored, or fail far from here."""
+        if not bool(self.response_mask.any()):
+            raise UserError(f"rollout: {self.tensors['input_ids'].shape[0]} sequences without a response token")
+        self._refuse("input_ids", self.tensors["input_ids"] < 0, "a token id of 0 or more")
+        for name in ("logprobs", "prefill_logprobs"):
+            if name in self.tensors:
+                values = self.tensors[name]
+                wrong = self.response_mask & ~(values.isfinite() & (values <= MAX_LOGPROB))
+                self._refuse(name, wrong, "a finite logprob of at most 0 for each response token")
+
+    def _refuse(self, name: str, wrong_NS: Tensor, wanted: str) -> None:
+        if bool(wrong_NS.any()):
+            row, column = wrong_NS.nonzero()[0].tolist()
+            found = self.tensors[name][row, column].item()
+            raise UserError(f"rollout: {name} of sequence {row}, position {column} is {found}; wanted {wanted}")
+
     def _check(self, name: str, dtype: torch.dtype, dims: int) -> None:
         tensor = self.tensors[name]
         if tensor.dtype != dtype or tensor.ndim != dims:
@@ -94,7 +115,8 @@ def load_rollout(path: Path) -> Rollout:
     """Read a file that `Rollout.save` wrote.
 
     Raises:
-        UserError: no such file, damaged, or not a rollout.
+        UserError: no such file, damaged, not a rollout, or values that no engine samples (NaN or positive logprobs,
+            negative token ids, no response token).
     """
     if not path.is_file():
         raise UserError(f"{path}: no such rollout file")
@@ -106,4 +128,13 @@ def load_rollout(path: Path) -> Rollout:
         raise UserError(f"{path}: cannot be read as a rollout ({error})") from error
     if metadata.get("format") != FORMAT:
         raise UserError(f"{path}: format is {metadata.get('format')!r}; wanted {FORMAT!r}")
-    return Rollout(tensors, json.loads(metadata.get("engine", "{}")))
+    try:
+        engine = json.loads(metadata.get("engine", "{}"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: metadata 'engine' is not JSON ({error}); wanted what `Rollout.save` wrote") from error
+    if not isinstance(engine, dict):
+        raise UserError(f"{path}: metadata 'engine' is a {type(engine).__name__}; wanted a JSON object")
+    try:
+        return Rollout(tensors, engine)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error

@@ -111,3 +111,35 @@ def test_a_request_of_the_wrong_length_is_named():
         pack_routes([routes, routes], [6, 5], 8)
     with pytest.raises(UserError, match="the engine returned none for all 2 requests"):
         pack_routes([None, None], [6, 5], 8)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (65538, torch.int32, "request 1 holds 65538; wanted expert ids of 0 to 32767"),
+        (-2, torch.int8, "request 1 holds -2"),
+        (2.7, torch.float32, "request 1 is torch.float32; wanted expert ids"),
+        (float("nan"), torch.float64, "request 1 is torch.float64"),
+        (True, torch.bool, "request 1 is torch.bool"),
+    ],
+)
+def test_ids_that_int16_would_change_are_refused(value, dtype, message):
+    """65538 wrapped to expert 2, 2.7 was cut to 2 and NaN to 0: garbage of an engine became routes that look right."""
+    good = torch.arange(6, dtype=torch.uint8).reshape(1, 3, 2)
+    wrong = torch.ones(1, 3, 2, dtype=dtype)
+    wrong[0, 1, 1] = value
+    with pytest.raises(UserError, match=message):
+        pack_routes([good, wrong], [2, 2], 4)
+
+
+def test_routes_without_a_layer_dimension_are_refused():
+    """A flat tensor ended in an IndexError."""
+    with pytest.raises(UserError, match=r"has shape \[6\]; wanted \[tokens - 1, layers, top-k\]"):
+        pack_routes([torch.arange(6)], [7], 8)
+
+
+def test_missing_rows_and_sequences_of_one_token_are_packed():
+    """The check of ids must leave -1, the largest id and an empty table alone."""
+    gap = torch.tensor([[[-1, -1], [32767, 0]]])
+    packed = pack_routes([gap, torch.empty(0, 2, 2, dtype=torch.int32)], [2, 1], 2)
+    assert packed[0, 0].tolist() == [[-1, -1], [32767, 0]] and (packed[1] == -1).all()

@@ -1,0 +1,40 @@
+"""The mismatch command's verdict: what counts as agreed, and which limits make sense."""
+
+import pytest
+
+from nemo_rl_dsv4.cli.main import main
+from nemo_rl_dsv4.cli.mismatch import _too_far
+from nemo_rl_dsv4.mismatch.measure import Estimate, Mismatch
+from nemo_rl_dsv4.mismatch.study import EVERYTHING, Study, Variant
+
+NAN, INF = float("nan"), float("inf")
+
+
+def mismatch(mean: float, low: float, high: float) -> Mismatch:
+    k3 = Estimate(mean, low, high)
+    return Mismatch(k3, k3, k3, mean, 10, 2)
+
+
+def study(k3: Mismatch, floor: Mismatch | None = None) -> Study:
+    return Study({}, {}, (Variant(EVERYTHING, "reference point", k3),), floor)
+
+
+@pytest.mark.parametrize("limit", ["nan", "inf", "-1"])
+def test_a_limit_that_nothing_exceeds_is_refused(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--limit nan` and `--limit inf` were taken, and every study then agreed."""
+    assert main(["mismatch", "--config", "recipe.yaml", f"--limit={limit}"]) == 2
+    assert "--limit is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("values", [(NAN, NAN, NAN), (INF, 1e-5, INF), (1e-5, NAN, 1e-5)])
+def test_a_distance_that_is_no_number_is_a_finding(values: tuple[float, float, float]) -> None:
+    """NaN compares false with every limit, so a study of NaN counted as agreed."""
+    assert _too_far(study(mismatch(*values)), 1e-3)
+    assert _too_far(study(mismatch(1e-5, 1e-5, 1e-5), mismatch(NAN, NAN, NAN)), 1e-3)
+
+
+def test_limit_and_floor_decide() -> None:
+    """Farther than both the limit and the engine's floor, interval included, is a finding; less is not."""
+    far = mismatch(2e-3, 1.5e-3, 3e-3)
+    assert _too_far(study(far), 1e-3) and not _too_far(study(far), 2e-3)
+    assert not _too_far(study(far, mismatch(2e-3, 1e-3, 2e-3)), 1e-3)
