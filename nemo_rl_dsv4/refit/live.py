@@ -86,12 +86,12 @@ class LiveRefit:
             skip_repointing: leave stale references as they are; only for showing that verification finds them.
 
         Raises:
-            UserError: the staged set is incomplete; the engine still has its old weights.
+            UserError: the staged set is incomplete or has a bad scale; the engine still has its old weights.
             Exception: whatever the engine's loaders raised. `valid` is then False until a later refit succeeds.
         """
         phases: dict[str, float] = {}
         with _timed(phases, "check"):
-            staged.check_complete()
+            staged.check_complete(power_of_two=self.power_of_two)
         self.valid = False
         engine = self.engine
         with _timed(phases, "load"):

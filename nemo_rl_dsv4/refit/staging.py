@@ -12,9 +12,19 @@ import torch
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.official_names import check_names, export_order, tensor_kind
-from nemo_rl_dsv4.model.stored_weight import FP4_SPEC, FP8_SPEC, is_quantized, scale_grid, scale_name
+from nemo_rl_dsv4.model.stored_weight import (
+    FP4_SPEC,
+    FP8_SPEC,
+    decode_scale,
+    is_quantized,
+    scale_grid,
+    scale_name,
+)
 from nemo_rl_dsv4.refit.manifest import Manifest, read_bucket
 from nemo_rl_dsv4.refit.report import combine_checksums
+
+_SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+"""Loaders cast a scale to their own dtype: these two keep their value, a byte under uint8 becomes a number (120.0)."""
 
 
 class StagedWeights:
@@ -63,11 +73,15 @@ class StagedWeights:
         """What `StreamTally` computes over the same tensors."""
         return f"{self._sum:016x}"
 
-    def check_complete(self) -> None:
-        """Compare with what the model needs: every tensor once, its shape, its scale's grid.
+    def check_complete(self, *, power_of_two: bool = True) -> None:
+        """Compare with what the model needs: every tensor once, its shape, its scale's grid, dtype and values.
+
+        Args:
+            power_of_two: scales must be powers of two.
 
         Raises:
-            UserError: the last bucket is missing, or a tensor is missing, unknown or of another shape.
+            UserError: the last bucket is missing, a tensor is missing, unknown or of another shape, or a scale is
+                neither float32 nor float8_e8m0fnu, or holds a value that is no scale.
         """
         if not self._last:
             raise UserError(f"refit: the transfer ended after {self._next_bucket} buckets, before the last one")
@@ -90,6 +104,28 @@ class StagedWeights:
                 raise UserError(f"refit: {scale_name(name)!r} is {list(found)}; wanted the raw grid {list(grid)}")
         if scales:
             raise UserError(f"refit: scale {min(scales)!r} belongs to no quantized weight")
+        self._check_scales(power_of_two)
+
+    def _check_scales(self, power_of_two: bool) -> None:
+        scales = {name: tensor for name, tensor in self._tensors.items() if name.endswith(".scale")}
+        for name, scale in scales.items():
+            if scale.dtype not in _SCALE_DTYPES:
+                raise UserError(
+                    f"refit: {name!r} is {scale.dtype}; wanted one float32 or float8_e8m0fnu value a block, not an "
+                    "engine's packed words or bytes without a type: export with scale_dtype float32"
+                )
+        for dtype in _SCALE_DTYPES:
+            group = [name for name in scales if scales[name].dtype == dtype]
+            if not group:
+                continue
+            # All at once: a large model has tens of thousands of small scales. Only a bad set is searched for its name.
+            together = torch.cat([scales[name].reshape(-1).view(torch.uint8) for name in group]).view(dtype)
+            try:
+                decode_scale(together, name="scales", power_of_two=power_of_two)
+            except UserError:
+                for name in group:
+                    decode_scale(scales[name], name=f"refit: {name}", power_of_two=power_of_two)
+                raise
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor but the scales, in export order."""

@@ -230,12 +230,22 @@ def test_what_an_engine_loses_is_found(expected: Any, versions: Any, fault: Faul
 
 
 def test_scales_that_are_no_powers_of_two_are_found(expected: Any, versions: Any) -> None:
-    """Case C004: mantissa bits of float scales leak into their neighbours when a kernel packs them."""
+    """Case C004: mantissa bits of float scales leak into their neighbours when a kernel packs them.
+
+    Sent ones are refused before the engine is touched; those that its loaders make are found afterwards.
+    """
+
+    def odd(stream: Any) -> Any:
+        return [(n, t * 1.5 if n.endswith("wq_b.scale") else t) for n, t in stream]
+
     engine = started(expected, versions, "float")
-    live = LiveRefit(engine)
+    live, before, original = LiveRefit(engine), engine.kernel_values(), engine.load
+    with pytest.raises(UserError, match=r"wq_b\.scale\[0, 0\] is .*; wanted a power of two"):
+        live.apply(stage(expected, odd(versions[1]), 1))
+    assert same(engine.kernel_values(), before) and live.valid
+    engine.load = lambda stream: original(odd(stream))  # type: ignore[method-assign]
     for version in (1, 2):
-        odd = [(n, t * 1.5 if n.endswith("wq_b.scale") else t) for n, t in versions[version]]
-        report = live.apply(stage(expected, odd, version))
+        report = live.apply(stage(expected, versions[version], version))
         assert any("wq_b.weight_scale_inv: scales are not powers of two" in finding for finding in report.findings)
 
 

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.numerics import pack_ue8m0, scale_to_e8m0_bytes
 from nemo_rl_dsv4.refit import StreamTally, export_weights
+from nemo_rl_dsv4.refit.buckets import pack_buckets
 from nemo_rl_dsv4.refit.checksum import bytes_checksum, item_checksum
 from nemo_rl_dsv4.refit.manifest import Manifest, read_bucket, write_bucket
 from nemo_rl_dsv4.refit.staging import StagedWeights
@@ -122,6 +124,14 @@ def test_manifest_describes_its_bucket(stream: Items) -> None:
         write_bucket(stream[:6], torch.empty(64, dtype=torch.uint8), version=1, index=0, last=True)
 
 
+def rescaled(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Items], Items]:
+    return lambda s: [(n, change(t) if n == "layers.1.attn.wq_b.scale" else t) for n, t in s]
+
+
+def filled(value: float) -> Callable[[Items], Items]:
+    return rescaled(lambda t: torch.full_like(t, value))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -131,12 +141,21 @@ def test_manifest_describes_its_bucket(stream: Items) -> None:
         (lambda s: [(n, t[:1] if n == "layers.1.attn.wq_b.scale" else t) for n, t in s], "wanted the raw grid"),
         (lambda s: [(n, t[:-1] if n == "norm.weight" else t) for n, t in s], r"norm\.weight' is \[127\]"),
         (lambda s: [*s, s[-1]], "arrived twice"),
+        # Up to 128 columns packed words have the shape of the raw grid.
+        (rescaled(lambda t: pack_ue8m0(t).contiguous()), r"wq_b\.scale' is torch\.int32; wanted one float32"),
+        (rescaled(scale_to_e8m0_bytes), r"wq_b\.scale' is torch\.uint8; wanted one float32"),
+        (filled(0.0), r"wq_b\.scale\[0, 0\] is 0\.0; wanted a power of two"),
+        (filled(-1.0), r"wq_b\.scale\[0, 0\] is -1\.0"),
+        (filled(0.3), r"wq_b\.scale\[0, 0\] is 0\.3"),
+        (filled(float("inf")), r"wq_b\.scale\[0, 0\] is inf"),
+        (filled(float("nan")), r"wq_b\.scale\[0, 0\] is nan"),
+        (rescaled(lambda t: torch.full_like(t, 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)), r"\] is nan"),
     ],
 )
 def test_incomplete_sets_are_refused(
     stream: Items, expected: Shapes, change: Any, message: str, tmp_path: Path
 ) -> None:
-    """Cases C047 and C048: packed or missing scales must not reach an engine that wants the raw grid."""
+    """Cases C006, C008, C047 and C048: packed, missing or impossible scales must not reach an engine."""
     folder = tmp_path / "buckets"
     write_folder(change(stream), folder, capacity_bytes=CAPACITY, version=1)
     staged = StagedWeights(expected)
@@ -144,6 +163,18 @@ def test_incomplete_sets_are_refused(
         for manifest, buffer in read_folder(folder, timeout=1):
             staged.add(manifest, buffer)
         staged.check_complete()
+
+
+def test_scales_may_be_typed_bytes(stream: Items, expected: Shapes) -> None:
+    """Case C006: float8_e8m0fnu keeps its value when a loader casts it."""
+    staged, buffer = StagedWeights(expected), torch.empty(4 * CAPACITY, dtype=torch.uint8)
+    as_bytes = rescaled(lambda t: scale_to_e8m0_bytes(t).view(torch.float8_e8m0fnu))(filled(2.0**-7)(stream))
+    buckets = list(pack_buckets(as_bytes, CAPACITY))
+    for index, items in enumerate(buckets):
+        manifest = write_bucket(items, buffer, version=1, index=index, last=index == len(buckets) - 1)
+        staged.add(manifest, buffer)
+    staged.check_complete()
+    assert dict(staged.stream())["layers.1.attn.wq_b.scale"].float().unique().tolist() == [2.0**-7]
 
 
 # --- file --------------------------------------------------------------------------------------------------------
