@@ -22,6 +22,8 @@ class ModelLimits:
 
     max_position_embeddings: int | None = None
     n_routed_experts: int | None = None
+    num_attention_heads: int | None = None
+    head_dim: int | None = None
 
 
 def model_limits(config: MasterConfig) -> ModelLimits:

@@ -32,7 +32,7 @@ class Backend(Section):
     target: str | None = Field(default=None, alias="_target_")
     """Class path that NeMo-RL writes here; only AutoModel's BackendConfig fits."""
     attn: Literal["sdpa", "eager", "tilelang"] = "sdpa"
-    """Attention: `sdpa` and `eager` run anywhere, `tilelang` on NVIDIA GPUs."""
+    """Attention: `sdpa` and `eager` run anywhere, `tilelang` on NVIDIA GPUs (16, 32 or 64 heads a block)."""
     linear: Literal["torch", "te"] = "torch"
     """Linear layers."""
     rms_norm: Literal["torch", "torch_fp32", "te"] = "torch_fp32"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.rules_of_attention import check_attention
 from nemo_rl_dsv4.config.rules_of_dispatch import check_context_parallel, check_dispatch
 from nemo_rl_dsv4.config.rules_of_layout import (
     check_batches,
@@ -48,6 +49,7 @@ def validate(config: MasterConfig, *, runs_here: bool = True) -> Runtime:
         check_routes,
         check_available,
         check_hardware,
+        check_attention,
         check_dispatch,
         check_context_parallel,
         check_rollout_layout,

@@ -40,7 +40,7 @@ class VllmSpec:
         max_model_len: most tokens of prompt and response together.
         max_num_seqs: most sequences in flight.
         gpu_memory_utilization: share of a GPU's memory for the engine.
-        kv_cache_memory_bytes: size of the KV pool; None lets the engine measure. Pin it where engines sleep and wake.
+        kv_cache_memory_bytes: size of the KV pool; None lets the engine measure, which `sleep_mode` refuses.
         enforce_eager: no CUDA graphs.
         use_deep_gemm: DeepGEMM's products.
         pow2_weight_scales: weight scales are powers of two.
@@ -174,6 +174,8 @@ def engine_arguments(spec: VllmSpec, profile: RolloutProfile) -> dict[str, Any]:
 def check_agreement(spec: VllmSpec, profile: RolloutProfile) -> None:
     """Settings that decide the rollout's numbers say the same as the profile that the trainer rounds by.
 
+    An engine that sleeps has a KV pool of a stated size, too.
+
     Raises:
         UserError: the pair of keys that contradict each other, their values, and what would fit.
     """
@@ -207,6 +209,13 @@ def check_agreement(spec: VllmSpec, profile: RolloutProfile) -> None:
         (
             profile.site("kv.swa") is not None or spec.kv_cache_dtype == "auto",
             f"{where}.kv_cache_dtype is {spec.kv_cache_dtype} but {named}, which quantizes no KV cache; set it to auto",
+        ),
+        (
+            not spec.sleep_mode
+            or (spec.engine_arguments.get("kv_cache_memory_bytes", spec.kv_cache_memory_bytes) or 0) > 0,
+            "VllmSpec.sleep_mode is true but kv_cache_memory_bytes is not set: an engine that measures its KV pool "
+            "again when it wakes finds other memory free than before; set the pool's bytes, in a recipe "
+            "policy.generation.vllm_kwargs.kv_cache_memory_bytes",
         ),
     ]
     for holds, message in pairs:

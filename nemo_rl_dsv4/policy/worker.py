@@ -29,6 +29,7 @@ from nemo_rl_dsv4.policy.optim import OptimizerOffload, build_optimizer, build_s
 from nemo_rl_dsv4.policy.packing import Packing, pack_rows
 from nemo_rl_dsv4.policy.parallel import Meshes, average_gradients, parallelize
 from nemo_rl_dsv4.policy.training_state import TrainingStateWriter, load_training_state
+from nemo_rl_dsv4.refit.sleep import release_workspaces
 from nemo_rl_dsv4.refit.source_scales import SourceScales
 from nemo_rl_dsv4.routes import MISSING_EXPERT, ROUTED_EXPERTS, RouterMode, as_signed
 
@@ -146,6 +147,7 @@ class PolicyWorker:
         out = torch.zeros(ids.shape, dtype=torch.float32)
         if self.offload is not None:
             self.offload.to_host()
+            release_workspaces(self.model)
         self.model.eval()
         for part in self._micro_batches(needed, training=False):
             logprobs = self._row_logprobs(part.data).cpu()

@@ -133,6 +133,14 @@ def test_topology_of_the_reference_layout(base_file):
     assert sequence_multiple(config) == 1024
 
 
+@pytest.mark.parametrize(("multiple", "ranks_", "wanted"), [(96, 2, 768), (96, 1, 96), (64, 8, 1024), (384, 2, 768)])
+def test_padding_is_a_multiple_of_both_numbers(base_file, multiple, ranks_, wanted):
+    """C038: the larger of two multiples is a multiple of both only by luck; 96 and 2 x 128 need 768."""
+    keys = {"make_sequence_length_divisible_by": multiple, "dtensor_cfg.context_parallel_size": ranks_}
+    config = load_config(base_file, [f"policy.{key}={value}" for key, value in keys.items()])
+    assert sequence_multiple(config) == wanted
+
+
 def test_ranks_of_two_expert_groups(tiny):
     config = load_config(
         tiny,

@@ -241,6 +241,38 @@ def test_rollout_with_data_parallel_ranks_is_refused(recipe):
     assert validate(recipe([*GPU, f"{engine}.tensor_parallel_size=8", f"{engine}.expert_parallel_size=1"]))
 
 
+TILELANG = "policy.dtensor_cfg.automodel_kwargs.backend.attn=tilelang"
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "left"),
+    [(24, 512, 8), (24, 128, 24), (72, 128, 8), (40, 256, 8), (8, 80, None)],
+)
+def test_heads_that_do_not_fill_a_block_of_the_kernels_are_refused(recipe, heads, width, left):
+    """C072: the padded head index of AutoModel's TileLang kernels was used on tensors without that padding."""
+    sizes = [f"policy.dsv4.tiny.num_attention_heads={heads}", f"policy.dsv4.tiny.head_dim={width}"]
+    message = f"num_attention_heads is {heads}: .*leaves {left} where" if left else f"head_dim is {width}; .* power of"
+    with pytest.raises(UserError, match=message):
+        validate(recipe([*GPU, TILELANG, *sizes]))
+    validate(recipe([*GPU, *sizes]))
+
+
+@pytest.mark.parametrize(("heads", "width"), [(8, 512), (16, 512), (64, 512), (96, 512), (32, 128), (96, 128)])
+def test_heads_that_fill_the_blocks_are_allowed(recipe, heads, width):
+    """C072: fewer than 16 heads are padded by AutoModel itself, 96 are six blocks of 16, or one of 64 and one of 32."""
+    sizes = [f"policy.dsv4.tiny.num_attention_heads={heads}", f"policy.dsv4.tiny.head_dim={width}"]
+    assert validate(recipe([*GPU, TILELANG, *sizes])) == "embedded"
+
+
+@pytest.mark.parametrize("profile", ["vllm-rocm-gfx942", "vllm-rocm-gfx950"])
+def test_nvidia_kernels_with_an_amd_rollout_are_refused(recipe, profile):
+    """C073: tiles of 141,312 bytes of shared memory, where an MI300X has 65,536."""
+    amd = [*GPU, f"policy.dsv4.rollout_profile={profile}", "policy.dsv4.tiny.head_dim=128"]
+    with pytest.raises(UserError, match=f"attn is tilelang but policy.dsv4.rollout_profile is {profile}"):
+        validate(recipe([*amd, TILELANG]))
+    assert validate(recipe(amd)) == "embedded"
+
+
 def test_limits_come_from_a_checkpoint_folder(recipe, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()

@@ -52,7 +52,7 @@ def test_arguments_of_the_reference_recipe() -> None:
     ],
 )
 def test_a_recipe_that_contradicts_its_profile_names_both_keys(change: dict, key: str) -> None:
-    """Each pair once disagreed in a real system: E8M0 off, float weight scales, a BF16 KV cache."""
+    """Case C010: each pair once disagreed in a real system: E8M0 off, float weight scales, a BF16 KV cache."""
     with pytest.raises(UserError, match=key):
         engine_arguments(replace(SPEC, **change), HOPPER)
 

@@ -96,7 +96,16 @@ def test_training_lowers_the_loss_and_leaves_the_indexer(small_config):
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
 
 
+def test_offloading_drops_workspaces(small_config):
+    """C087: FP8 modules kept a second copy of their weights on the GPU after everything else had left it."""
+    worker, data = make_worker(small_config, offload_optimizer_for_logprob=True), batch(rows=1)
+    worker.model.lm_head._fp8_workspaces = {"weight": torch.zeros(8, dtype=torch.uint8)}
+    worker.get_logprobs(data)
+    assert worker.model.lm_head._fp8_workspaces == {}
+
+
 def test_an_infinite_gradient_takes_no_step(small_config):
+    """C070: whatever a kernel's backward pass makes of it, a gradient that is not finite changes no weight."""
     worker, data = make_worker(small_config), batch()
     before = worker.model.lm_head.weight.detach().clone()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,11 @@ def test_kv_cache_keeps_its_size() -> None:
     arguments = engine_arguments(spec, profile)
     assert arguments["kv_cache_memory_bytes"] == 8 << 30
     assert arguments["enable_sleep_mode"]
+    in_recipe = replace(spec, kv_cache_memory_bytes=None, engine_arguments={"kv_cache_memory_bytes": 4 << 30})
+    assert engine_arguments(in_recipe, profile)["kv_cache_memory_bytes"] == 4 << 30
+    for unset in (replace(spec, kv_cache_memory_bytes=None), replace(spec, kv_cache_memory_bytes=0)):
+        with pytest.raises(UserError, match="sleep_mode is true but kv_cache_memory_bytes is not set"):
+            engine_arguments(unset, profile)
 
 
 def test_workspaces_are_dropped_on_offload() -> None:
