@@ -88,6 +88,13 @@ def test_both_models_agree_on_the_same_official_weights(
     torch.testing.assert_close(logits[0], logits[1], atol=2e-5, rtol=0)
 
 
+def test_a_loss_coefficient_of_none_is_not_multiplied(tiny_config: dict[str, Any]) -> None:
+    """Case C081: a field whose default is None hid the fallback of `getattr` and reached a product."""
+    small = {"num_hidden_layers": 1, "compress_ratios": [4], "dsa_indexer_loss_coeff": None}
+    model = build_automodel(tiny_config | small).train()
+    assert bool(model(input_ids=torch.arange(3, 23)[None]).logits.isfinite().all())
+
+
 def test_expert_slices_have_official_orientation() -> None:
     """Gate and up are contiguous halves, not interleaved; AutoModel keeps them transposed."""
     gate, up = torch.arange(6.0).reshape(2, 3), 10 + torch.arange(6.0).reshape(2, 3)

@@ -26,11 +26,13 @@ def randn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 130])
+@pytest.mark.parametrize("tokens", [1, 7, 130, 500])
 @pytest.mark.parametrize("spec", [INPUT, FLOAT_INPUT], ids=["ue8m0", "float"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_linear_layer_multiplies_and_differentiates_the_rounded_operands(tokens, spec, groups):
-    """Any number of tokens; forward and both gradients are those of a float32 product of rounded operands."""
+    """C037: any number of tokens, 2 x 500 among them; forward and gradients are those of float32 products of rounded
+    operands.
+    """
     weight = torch.nn.Parameter(randn(2 * 96, 200, seed=1))
     x = randn(2, tokens, *([2] if groups == 2 else []), 200).requires_grad_()
     rounding = WeightRounding(WEIGHT)

@@ -83,7 +83,7 @@ def test_a_scale_that_is_no_power_of_two_is_named_not_rounded(bad: float) -> Non
 
 
 def test_packed_scales_for_blackwell() -> None:
-    """C005: a per-tensor float scale spread over blocks is refused; powers of two pack four to a word, MN-major."""
+    """C005, C019: float scales spread over blocks and byte 0 are refused; powers of two pack four to a word."""
     with pytest.raises(NumericsError):
         pack_ue8m0(torch.tensor(0.37).expand(3, 4))
     scale = 2.0 ** torch.arange(-7, 8, dtype=torch.float32).reshape(3, 5)
@@ -92,3 +92,5 @@ def test_packed_scales_for_blackwell() -> None:
     assert packed[0, 0].item() == 120 | 121 << 8 | 122 << 16 | 123 << 24
     assert packed[0, 1].item() == 124
     assert torch.equal(unpack_ue8m0(packed, 5), scale)
+    with pytest.raises(NumericsError, match=r"w\.scale holds 2\^-127 \(byte 0\), which kernels refuse"):
+        pack_ue8m0(torch.tensor([[1.0, 2.0**-127]]), name="w.scale")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -75,6 +78,17 @@ def test_values_find_their_place_and_the_way_back():
     experts = torch.arange(2 * 150 * 3 * 2).view(2, 150, 3, 2)
     assert packed.place(experts, fill=-1)[0, 260].tolist() == experts[1, 4].tolist()
     assert (packed.place(experts, fill=-1)[0, 200] == -1).all()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_context_parallel_rank_has_a_contiguous_half_and_its_global_positions(rank):
+    """C065: rank 1 of two has positions 256 to 511 of 512, not 0 to 255 and no zigzag."""
+    world: Any = {"cp": SimpleNamespace(get_local_rank=lambda: rank, get_group=object)}
+    half = Meshes(ParallelSizes(2, cp=2), world)
+    ids = torch.arange(1000, 1512)[None]
+    inputs = plain_layout(ids, torch.tensor([512]), half).model_inputs(ids)
+    assert inputs["position_ids"][0].tolist() == list(range(256 * rank, 256 * (rank + 1)))
+    assert torch.equal(inputs["input_ids"][0], 1000 + inputs["position_ids"][0])
 
 
 def worker(config, state, *, packing, qat=False, sequence_multiple=1):
