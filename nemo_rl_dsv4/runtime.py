@@ -38,7 +38,7 @@ from nemo_rl_dsv4.policy.group import PolicyGroup
 from nemo_rl_dsv4.policy.packing import Packing
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec
-from nemo_rl_dsv4.rollout_engines import check_one_host, start_engines, vllm_spec
+from nemo_rl_dsv4.rollout_engines import start_engines, vllm_spec
 from nemo_rl_dsv4.routes import RouterMode
 from nemo_rl_dsv4.utils.console import RunConsole, make_console, print_summary
 from nemo_rl_dsv4.utils.metrics_file import read_steps
@@ -72,7 +72,6 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
     refused = not_implemented(config, runtime)
     if refused:
         raise UserError(refused[0])
-    check_one_host(config)
     console = make_console()
     if resume is not None:
         resumed_store(TrainerSettings.from_config(config).checkpointing, resume).latest()

@@ -25,6 +25,28 @@ def not_implemented(config: MasterConfig, runtime: Runtime) -> list[str]:
             "runtime nemo_rl is not available yet: only the embedded runtime is; set runtime=embedded, or take "
             "NeMo-RL's checkout off PYTHONPATH"
         )
+    elif config.policy.generation.backend == "vllm":
+        refused += _beyond_one_host(config)
+    return refused
+
+
+def _beyond_one_host(config: MasterConfig) -> list[str]:
+    """The embedded runtime's engines share the policy's GPUs on one host; anything else is refused by name."""
+    refused, generation = [], config.policy.generation
+    if config.cluster.num_nodes > 1:
+        refused.append(
+            f"cluster.num_nodes is {config.cluster.num_nodes}; the embedded runtime's vLLM engines run on one host: "
+            "set 1, or use runtime nemo_rl"
+        )
+    if not generation.colocated.enabled:
+        refused.append(
+            "policy.generation.colocated.enabled is false; the embedded runtime's vLLM engines share the policy's "
+            "GPUs: set true, or use runtime nemo_rl"
+        )
+    if generation.vllm_cfg.async_engine:
+        refused.append(
+            "policy.generation.vllm_cfg.async_engine is true; the embedded runtime rolls out whole batches: set false"
+        )
     return refused
 
 

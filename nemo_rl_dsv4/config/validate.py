@@ -14,6 +14,7 @@ from nemo_rl_dsv4.config.rules_of_layout import (
     check_rollout_layout,
 )
 from nemo_rl_dsv4.config.rules_of_numerics import check_available, check_hardware, check_numerics, check_routes
+from nemo_rl_dsv4.config.rules_of_rollout import check_rollout_engine, check_target
 from nemo_rl_dsv4.config.rules_of_run import (
     check_algorithm,
     check_data,
@@ -53,8 +54,10 @@ def validate(config: MasterConfig, *, runs_here: bool = True) -> Runtime:
         check_dispatch,
         check_context_parallel,
         check_rollout_layout,
+        check_target,
     ):
         check(config)
+    check_rollout_engine(config, runtime)
     check_data(config, runtime)
     for check in (check_optimizer, check_scheduler, check_outputs, check_algorithm):
         check(config)

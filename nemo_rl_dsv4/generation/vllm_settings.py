@@ -2,7 +2,7 @@
 
 The kernels that an engine takes depend on a handful of environment variables and arguments. A profile says what the
 engine must compute; this module says which settings make vLLM 0.25 to 0.33 compute it, and refuses a recipe that says
-otherwise. It knows no vLLM: everything here is plain data.
+otherwise. It knows neither vLLM nor torch: everything here is plain data, and a dry run checks it too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.numerics.profiles import RolloutProfile
+from nemo_rl_dsv4.generation.rollout_facts import Named, facts_of
+from nemo_rl_dsv4.generation.vllm_refusals import check_arguments, check_variables
 
 KV_BLOCK_SIZE = 256
 """Tokens of a KV cache block that DeepSeek-V4's cache layouts need."""
@@ -90,13 +91,7 @@ class VllmSpec:
         return self.return_routed_experts
 
 
-def needs_deep_gemm(profile: RolloutProfile) -> bool:
-    """Whether the rollout's products are DeepGEMM's: power-of-two activation scales come from nowhere else."""
-    spec = profile.site("linear.input")
-    return spec is not None and spec.scale == "ue8m0"
-
-
-def engine_environment(profile: RolloutProfile, own: Mapping[str, str]) -> dict[str, str]:
+def engine_environment(profile: Named, own: Mapping[str, str]) -> dict[str, str]:
     """Environment variables of an engine's processes.
 
     Args:
@@ -106,7 +101,9 @@ def engine_environment(profile: RolloutProfile, own: Mapping[str, str]) -> dict[
     Raises:
         UserError: a variable of the recipe would make the engine round otherwise than the profile says.
     """
-    deep_gemm = needs_deep_gemm(profile)
+    facts = facts_of(profile)
+    deep_gemm = facts.deep_gemm
+    check_variables(own, facts)
     numeric = {
         "VLLM_USE_DEEP_GEMM": "1" if deep_gemm else "0",
         "VLLM_USE_DEEP_GEMM_E8M0": "1" if deep_gemm else "0",
@@ -128,13 +125,15 @@ def _flag(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "false")
 
 
-def engine_arguments(spec: VllmSpec, profile: RolloutProfile) -> dict[str, Any]:
+def engine_arguments(spec: VllmSpec, profile: Named) -> dict[str, Any]:
     """Keyword arguments of vLLM's engine.
 
     Raises:
-        UserError: see `check_agreement`; also an argument under `vllm_kwargs` that has a key of its own.
+        UserError: see `check_agreement`; also an argument under `vllm_kwargs` that has a key of its own, or that
+            decides numbers or parallel sizes.
     """
     check_agreement(spec, profile)
+    check_arguments(spec.engine_arguments)
     arguments: dict[str, Any] = {
         "model": spec.model,
         "skip_tokenizer_init": spec.tokenizer is None,
@@ -171,7 +170,7 @@ def engine_arguments(spec: VllmSpec, profile: RolloutProfile) -> dict[str, Any]:
     return {**arguments, **spec.engine_arguments}
 
 
-def check_agreement(spec: VllmSpec, profile: RolloutProfile) -> None:
+def check_agreement(spec: VllmSpec, profile: Named) -> None:
     """Settings that decide the rollout's numbers say the same as the profile that the trainer rounds by.
 
     An engine that sleeps has a KV pool of a stated size, too.
@@ -180,7 +179,8 @@ def check_agreement(spec: VllmSpec, profile: RolloutProfile) -> None:
         UserError: the pair of keys that contradict each other, their values, and what would fit.
     """
     where, named = "policy.generation.vllm_cfg", f"policy.dsv4.rollout_profile is {profile.name}"
-    quantized = profile.site("linear.weight") is not None
+    facts = facts_of(profile)
+    quantized, deep_gemm, fp8_kv = facts.quantized, facts.deep_gemm, facts.fp8_kv
     pairs: list[tuple[bool, str]] = [
         (
             (spec.precision == "fp8") == quantized,
@@ -188,7 +188,7 @@ def check_agreement(spec: VllmSpec, profile: RolloutProfile) -> None:
             f"{'FP8' if quantized else 'not quantized'}; set precision to {'fp8' if quantized else 'bfloat16'}",
         ),
         (
-            not needs_deep_gemm(profile) or spec.use_deep_gemm,
+            not deep_gemm or spec.use_deep_gemm,
             f"{where}.use_deep_gemm is false but {named}, whose power-of-two activation scales only DeepGEMM makes; "
             "set it to true",
         ),
@@ -198,16 +198,16 @@ def check_agreement(spec: VllmSpec, profile: RolloutProfile) -> None:
             "set it to true",
         ),
         (
-            not needs_deep_gemm(profile) or spec.pow2_activation_scales,
+            not deep_gemm or spec.pow2_activation_scales,
             f"{where}.pow2_activation_scaling_factors is false but {named} and its activation scales are powers of "
             "two; set it to true",
         ),
         (
-            profile.site("kv.swa") is None or spec.kv_cache_dtype in KV_DTYPES_FP8,
+            not fp8_kv or spec.kv_cache_dtype in KV_DTYPES_FP8,
             f"{where}.kv_cache_dtype is {spec.kv_cache_dtype} but {named}, whose KV cache is FP8; set it to fp8_ds_mla",
         ),
         (
-            profile.site("kv.swa") is not None or spec.kv_cache_dtype == "auto",
+            fp8_kv or spec.kv_cache_dtype == "auto",
             f"{where}.kv_cache_dtype is {spec.kv_cache_dtype} but {named}, which quantizes no KV cache; set it to auto",
         ),
         (
@@ -223,7 +223,7 @@ def check_agreement(spec: VllmSpec, profile: RolloutProfile) -> None:
             raise UserError(message)
 
 
-def engine_findings(reported: Mapping[str, Any], profile: RolloutProfile) -> list[str]:
+def engine_findings(reported: Mapping[str, Any], profile: Named) -> list[str]:
     """What a running engine says of itself against the profile; an empty list means that they agree.
 
     Args:
@@ -238,9 +238,9 @@ def engine_findings(reported: Mapping[str, Any], profile: RolloutProfile) -> lis
         found = reported["environment"].get(name)
         if name.startswith(("VLLM_USE", "VLLM_BLOCKSCALE")) and (found is None or _flag(found) != _flag(wanted)):
             findings.append(f"the engine's process has {name}={found!r}; profile {profile.name} needs {wanted!r}")
-    if profile.site("kv.swa") is not None and reported["kv_cache_dtype"] not in KV_DTYPES_FP8:
+    if facts_of(profile).fp8_kv and reported["kv_cache_dtype"] not in KV_DTYPES_FP8:
         findings.append(f"the engine's KV cache is {reported['kv_cache_dtype']}; profile {profile.name} has FP8")
-    if profile.site("linear.weight") is not None:
+    if facts_of(profile).quantized:
         actual = profile_of_hardware(tuple(reported["capability"]), reported.get("architecture", ""))
         if actual.name != profile.name:
             findings.append(f"the engine's GPU rounds by {actual.name}; the trainer rounds by {profile.name}")

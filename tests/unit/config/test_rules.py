@@ -10,6 +10,7 @@ from nemo_rl_dsv4.errors import UserError
 
 PROCESSES = "policy.dsv4.cpu_processes"
 CP, EP = "policy.dtensor_cfg.context_parallel_size", "policy.dtensor_cfg.expert_parallel_size"
+ENGINE = "policy.generation.vllm_cfg"
 PACKING = "policy.sequence_packing"
 GPU = ["cluster.gpus_per_node=8", "policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_model_len=256"]
 
@@ -165,6 +166,85 @@ REFUSED = {
         "policy.scheduler.0.name is 'LinearLR'; wanted a class path",
     ),
     "a part that is both": (["policy.scheduler=[{kwargs:{}}]"], "either a name"),
+    "layers of the rollout in BF16": (
+        [*GPU, f"{ENGINE}.num_last_layers_in_bf16=2"],
+        "num_last_layers_in_bf16 is 2, which the embedded runtime does not do; set it to 0",
+    ),
+    "first layers of the rollout in BF16": (
+        [*GPU, f"{ENGINE}.num_first_layers_in_bf16=1"],
+        "num_first_layers_in_bf16 is 1, which the embedded runtime does not do",
+    ),
+    "pipeline stages of the rollout": (
+        [*GPU, f"{ENGINE}.tensor_parallel_size=1", f"{ENGINE}.pipeline_parallel_size=2"],
+        "pipeline_parallel_size is 2, which the embedded runtime does not do; set it to 1",
+    ),
+    "a BF16 engine under an FP8 profile": (
+        [*GPU, f"{ENGINE}.precision=bfloat16"],
+        "precision is bfloat16 but policy.dsv4.rollout_profile is vllm-hopper, whose products are FP8",
+    ),
+    "a BF16 engine on any GPU": (
+        [*GPU, "policy.dsv4.rollout_profile=auto", f"{ENGINE}.precision=bfloat16"],
+        "precision is bfloat16 but policy.dsv4.rollout_profile is auto, whose products are FP8",
+    ),
+    "no DeepGEMM on the GPU that the recipe names": (
+        [*GPU, "policy.dsv4.rollout_profile=auto", "policy.dsv4.gpu=b200", f"{ENGINE}.use_deep_gemm=false"],
+        r"use_deep_gemm is false but .* is auto .vllm-blackwell: policy.dsv4.gpu is b200.",
+    ),
+    "a BF16 cache under an FP8 profile": ([*GPU, f"{ENGINE}.kv_cache_dtype=auto"], "kv_cache_dtype is auto but"),
+    "float weight scales": ([*GPU, f"{ENGINE}.pow2_weight_scaling_factors=false"], "scaling_factors is false but"),
+    "float activation scales by a variable": (
+        [*GPU, f"+{ENGINE}.env_vars.VLLM_USE_DEEP_GEMM_E8M0='0'"],
+        "env_vars.VLLM_USE_DEEP_GEMM_E8M0 is '0', but rollout profile vllm-hopper needs '1'",
+    ),
+    "experts without DeepGEMM": (
+        [*GPU, f"+{ENGINE}.env_vars.VLLM_MOE_USE_DEEP_GEMM='0'"],
+        "env_vars.VLLM_MOE_USE_DEEP_GEMM is '0', but policy.dsv4.rollout_profile is vllm-hopper",
+    ),
+    "Marlin products": (
+        [*GPU, "policy.dsv4.rollout_profile=auto", f"+{ENGINE}.env_vars.VLLM_TEST_FORCE_FP8_MARLIN='1'"],
+        "VLLM_TEST_FORCE_FP8_MARLIN is '1', .* Marlin multiplies unrounded activations; drop",
+    ),
+    "simulated routing": (
+        [*GPU, f"+{ENGINE}.env_vars.VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random"],
+        "experts that the router did not choose",
+    ),
+    "an argument that has a key": (
+        [*GPU, "+policy.generation.vllm_kwargs.enforce_eager=false"],
+        "vllm_kwargs.enforce_eager is set, but it follows from policy.generation.vllm_cfg",
+    ),
+    "random weights": ([*GPU, "+policy.generation.vllm_kwargs.load_format=dummy"], "load_format is 'dummy', which"),
+    "nested quantization": (
+        [*GPU, "+policy.generation.vllm_kwargs.hf_overrides={quantization_config:{quant_method:fp8}}"],
+        "vllm_kwargs.hf_overrides.quantization_config is .*; how the engine computes follows",
+    ),
+    "nested expert products": (
+        [*GPU, "+policy.generation.vllm_kwargs.kernel_config={moe_backend:triton}"],
+        "vllm_kwargs.kernel_config.moe_backend is 'triton'",
+    ),
+    **{
+        f"{key} behind the recipe": (
+            [*GPU, f"+policy.generation.vllm_kwargs.{key}={value}"],
+            f"vllm_kwargs.{key} is .*{value}.*drop it",
+        )
+        for key, value in {
+            "quantization": "mxfp8",
+            "dtype": "float16",
+            "moe_backend": "triton",
+            "linear_backend": "cutlass",
+            "model_impl": "transformers",
+            "data_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+            "decode_context_parallel_size": 2,
+        }.items()
+    },
+    "a profile of another GPU": (
+        [*GPU, "policy.dsv4.gpu=mi355x"],
+        "rollout_profile is vllm-hopper but policy.dsv4.gpu is mi355x, whose rollout is vllm-rocm-gfx950",
+    ),
+    "another class for the backend": (
+        ["policy.dtensor_cfg.automodel_kwargs.backend._target_=os.system"],
+        "backend._target_ is 'os.system'; wanted nemo_automodel",
+    ),
     "tracker that is not installed": (["logger.wandb_enabled=true"], "wandb is not installed"),
 }
 
@@ -220,6 +300,9 @@ def test_a_combination_that_cannot_work_is_refused(recipe, case, monkeypatch):
         ["policy.scheduler=null"],
         ["policy.scheduler=[{name:torch.optim.lr_scheduler.ConstantLR,kwargs:{factor:1.0}}]"],
         [*GPU, "policy.dsv4.rollout_profile=auto"],
+        [*GPU, "policy.dsv4.rollout_profile=auto", "policy.dsv4.gpu=mi300x", f"{ENGINE}.use_deep_gemm=false"],
+        [*GPU, "policy.dsv4.gpu=h200", f"+{ENGINE}.env_vars.VLLM_MOE_USE_DEEP_GEMM='1'"],
+        [*GPU, "+policy.generation.vllm_kwargs={moe_backend:auto,data_parallel_size:1,max_num_seqs:8}"],
         ["checkpointing.enabled=false"],
         ["policy.dsv4.router_replay=true"],
         [*GPU, "policy.dsv4.router_replay=true"],  # the base recipe lets vLLM's capture follow this key

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.generation.rollout_facts import FACTS, PROFILE_OF_GPU
 from nemo_rl_dsv4.generation.vllm_settings import VllmSpec, engine_arguments, engine_environment, engine_findings
-from nemo_rl_dsv4.numerics import get_profile
+from nemo_rl_dsv4.numerics import PROFILES, get_profile
 
 HOPPER, ROCM, BF16 = (get_profile(name) for name in ("vllm-hopper", "vllm-rocm-gfx950", "bf16"))
 SPEC = VllmSpec(model="model", profile="vllm-hopper", kv_cache_dtype="fp8_ds_mla")
@@ -82,3 +83,15 @@ def test_findings_of_a_running_engine() -> None:
         "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=None" in engine_findings({**reported, "environment": without}, HOPPER)[0]
     )
     assert "KV cache is auto" in engine_findings({**reported, "kv_cache_dtype": "auto"}, HOPPER)[0]
+
+
+def test_the_light_table_says_what_the_profiles_say() -> None:
+    assert set(FACTS) == set(PROFILES) and set(PROFILE_OF_GPU.values()) <= set(PROFILES)
+    for name, profile in PROFILES.items():
+        inputs = profile.site("linear.input")
+        found = (FACTS[name].quantized, FACTS[name].deep_gemm, FACTS[name].fp8_kv)
+        assert found == (
+            profile.site("linear.weight") is not None,
+            inputs is not None and inputs.scale == "ue8m0",
+            profile.site("kv.swa") is not None,
+        ), name

@@ -1,0 +1,66 @@
+"""Rules between the rollout engine's settings, the rollout profile and the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.rules import require
+from nemo_rl_dsv4.config.runtime_choice import Runtime
+from nemo_rl_dsv4.config.vllm_spec import vllm_spec
+from nemo_rl_dsv4.generation.rollout_facts import ANY_GPU, FACTS, PROFILE_OF_GPU, RolloutFacts
+from nemo_rl_dsv4.generation.vllm_refusals import check_variables
+from nemo_rl_dsv4.generation.vllm_settings import engine_arguments, engine_environment
+
+BACKEND_CLASS = "nemo_automodel.components.models.common.utils.BackendConfig"
+"""The one class that `automodel_kwargs.backend._target_` may name."""
+NOT_PASSED_ON = {"pipeline_parallel_size": 1, "num_first_layers_in_bf16": 0, "num_last_layers_in_bf16": 0}
+"""Keys of `vllm_cfg` that the embedded runtime's engines do not take -> the value that asks for nothing."""
+
+
+def check_target(config: MasterConfig) -> None:
+    """The backend's class path is AutoModel's."""
+    target = config.policy.dtensor_cfg.automodel_kwargs.backend.target
+    require(
+        target in (None, BACKEND_CLASS),
+        f"policy.dtensor_cfg.automodel_kwargs.backend._target_ is {target!r}; wanted {BACKEND_CLASS}, or null",
+    )
+
+
+def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
+    """Settings of a vLLM engine fit the profile that the trainer rounds by, and nothing is dropped silently."""
+    generation, dsv4 = config.policy.generation, config.policy.dsv4
+    if generation.backend != "vllm":
+        return
+    implied = PROFILE_OF_GPU.get(dsv4.gpu or "")
+    require(
+        implied is None or dsv4.rollout_profile in ("auto", "bf16", implied),
+        f"policy.dsv4.rollout_profile is {dsv4.rollout_profile} but policy.dsv4.gpu is {dsv4.gpu}, whose rollout is "
+        f"{implied}; change one of them, or set rollout_profile to auto",
+    )
+    if runtime == "embedded":
+        for key, default in NOT_PASSED_ON.items():
+            found = getattr(generation.vllm_cfg, key)
+            require(
+                found == default,
+                f"policy.generation.vllm_cfg.{key} is {found}, which the embedded runtime does not do; set it to "
+                f"{default}",
+            )
+    facts = _facts(config)
+    engine_arguments(vllm_spec(config, Path(config.policy.model_name)), facts)
+    if facts is ANY_GPU:
+        check_variables(generation.vllm_cfg.env_vars, facts)
+    else:
+        engine_environment(facts, generation.vllm_cfg.env_vars)
+
+
+def _facts(config: MasterConfig) -> RolloutFacts:
+    """Of the profile named, of the one that the recipe's GPU implies, or what is common to all GPUs."""
+    dsv4 = config.policy.dsv4
+    if dsv4.rollout_profile != "auto":
+        return FACTS[dsv4.rollout_profile]
+    implied = PROFILE_OF_GPU.get(dsv4.gpu or "")
+    if implied is None:
+        return ANY_GPU
+    return replace(FACTS[implied], name=f"auto ({implied}: policy.dsv4.gpu is {dsv4.gpu})")

@@ -1,0 +1,40 @@
+"""From a recipe to the settings of one vLLM engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.generation.vllm_settings import VllmSpec
+
+
+def vllm_spec(config: MasterConfig, checkpoint: Path) -> VllmSpec:
+    """Settings of one vLLM engine.
+
+    Args:
+        config: a recipe; its rollout profile is resolved where an engine is started with the result.
+        checkpoint: folder with the weights it starts with.
+    """
+    generation, engine = config.policy.generation, config.policy.generation.vllm_cfg
+    own = dict(generation.vllm_kwargs)
+    return VllmSpec(
+        model=str(checkpoint.resolve()),
+        profile=config.policy.dsv4.rollout_profile,
+        tokenizer=str(checkpoint.resolve()) if generation.stop_strings else None,
+        tokenizer_mode=str(own.pop("tokenizer_mode", "auto")),
+        tensor_parallel_size=engine.tensor_parallel_size,
+        expert_parallel=engine.expert_parallel_size > 1,
+        precision=engine.precision,
+        kv_cache_dtype=engine.kv_cache_dtype,
+        logprobs_mode=engine.logprobs_mode,
+        max_model_len=engine.max_model_len or config.policy.max_total_sequence_length,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        enforce_eager=engine.enforce_eager,
+        use_deep_gemm=engine.use_deep_gemm,
+        pow2_weight_scales=engine.pow2_weight_scaling_factors,
+        pow2_activation_scales=engine.pow2_activation_scaling_factors,
+        return_routed_experts=engine.enable_return_routed_experts,
+        seed=config.grpo.seed,
+        environment=engine.env_vars,
+        engine_arguments=own,
+    )

@@ -1,0 +1,104 @@
+"""Arguments and environment variables of vLLM that would change the rollout's numbers or its layout behind the recipe.
+
+Names and meanings: vLLM 0.26.0 `vllm/engine/arg_utils.py` EngineArgs, `vllm/envs.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.generation.rollout_facts import RolloutFacts
+
+ARGUMENTS = "policy.generation.vllm_kwargs"
+VARIABLES = "policy.generation.vllm_cfg.env_vars"
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "quantization": (None,),
+    "quantization_config": (None,),
+    "dtype": (),
+    "moe_backend": (None, "auto"),
+    "linear_backend": (None, "auto"),
+    "model_impl": (None, "auto", "vllm"),
+}
+"""Argument that decides how the engine computes -> values that leave it as it is."""
+OFF = ("", "0", "false", "none")
+"""Values of a variable that ask for nothing."""
+UNUSABLE_VARIABLES = {
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "tokens would go to experts that the router did not choose",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "sums over ranks would be quantized, which no profile has",
+}
+FP8_VARIABLES = {
+    "VLLM_TEST_FORCE_FP8_MARLIN": "Marlin multiplies unrounded activations",
+    "VLLM_MARLIN_INPUT_DTYPE": "Marlin rounds activations by another rule",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": "Humming rounds activations by another rule",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": "Humming quantizes weights by another rule",
+}
+
+
+def check_arguments(own: Mapping[str, Any]) -> None:
+    """The recipe's own engine arguments leave numbers and parallel sizes to the keys that decide them.
+
+    Args:
+        own: `policy.generation.vllm_kwargs`.
+
+    Raises:
+        UserError: the argument, its value and where the setting belongs.
+    """
+    for key, value in own.items():
+        if key.endswith("_parallel_size") and value != 1:
+            raise UserError(
+                f"{ARGUMENTS}.{key} is {value!r}; parallel sizes are those of policy.generation.vllm_cfg "
+                "(tensor_parallel_size, expert_parallel_size): drop it here"
+            )
+        if key == "load_format" and value == "dummy":
+            raise UserError(f"{ARGUMENTS}.load_format is 'dummy', which rolls out with random weights; drop it")
+        _check_numeric(key, f"{ARGUMENTS}.{key}", value)
+    for group, inner in (
+        ("hf_overrides", ("quantization_config", "expert_dtype")),
+        ("kernel_config", ("moe_backend", "linear_backend")),
+    ):
+        nested = own.get(group)
+        if not isinstance(nested, Mapping):
+            continue
+        for key in inner:
+            if key in nested and nested[key] not in HARMLESS.get(key, ()):
+                _refuse_numeric(f"{ARGUMENTS}.{group}.{key}", nested[key])
+
+
+def _check_numeric(key: str, where: str, value: Any) -> None:
+    if key in HARMLESS and value not in HARMLESS[key]:
+        _refuse_numeric(where, value)
+
+
+def _refuse_numeric(where: str, value: Any) -> None:
+    raise UserError(
+        f"{where} is {value!r}; how the engine computes follows from policy.generation.vllm_cfg.precision, the "
+        "checkpoint and policy.dsv4.rollout_profile, which the trainer rounds by: drop it"
+    )
+
+
+def check_variables(own: Mapping[str, str], facts: RolloutFacts) -> None:
+    """The recipe's own environment variables leave the kernels to the profile.
+
+    Args:
+        own: `policy.generation.vllm_cfg.env_vars`.
+        facts: of the rollout profile.
+
+    Raises:
+        UserError: the variable, its value, and what it would change.
+    """
+    reasons = UNUSABLE_VARIABLES | (FP8_VARIABLES if facts.quantized else {})
+    for name, value in own.items():
+        is_off = value.strip().lower() in OFF
+        if name in reasons and not is_off:
+            raise UserError(
+                f"{VARIABLES}.{name} is {value!r}, but policy.dsv4.rollout_profile is {facts.name}: {reasons[name]}; "
+                "drop the variable"
+            )
+        if name == "VLLM_MOE_USE_DEEP_GEMM" and is_off and facts.deep_gemm:
+            raise UserError(
+                f"{VARIABLES}.{name} is {value!r}, but policy.dsv4.rollout_profile is {facts.name}, whose experts "
+                "take DeepGEMM's power-of-two activation scales; drop the variable"
+            )
