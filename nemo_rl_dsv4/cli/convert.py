@@ -26,6 +26,7 @@ EXAMPLE = (
     "An interrupted conversion continues when the same command is given again."
 )
 SHOWN = 20
+MIN_SHARD_GB, MAX_SHARD_GB = 1e-6, 1e6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +53,8 @@ def run(options: argparse.Namespace) -> int:
     from nemo_rl_dsv4.model.checkpoint.convert import convert_checkpoint
     from nemo_rl_dsv4.utils.progress import start_phase
 
-    if not options.shard_gb > 0:
-        raise UserError(f"--shard-gb is {options.shard_gb}; wanted a positive number of gigabytes")
+    if not MIN_SHARD_GB <= options.shard_gb <= MAX_SHARD_GB:
+        raise UserError(f"--shard-gb is {options.shard_gb}; wanted gigabytes from {MIN_SHARD_GB:g} to {MAX_SHARD_GB:g}")
     display = None
     read = 0
 

@@ -9,6 +9,7 @@ import yaml
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.grpo.checkpoint_files import INFO, MANIFEST, POLICY, last_whole_checkpoint, read_checkpoint
+from nemo_rl_dsv4.model.regular_file import require_regular
 from nemo_rl_dsv4.utils.run_folder import CONFIG_FILE, METRICS_FILE, checkpoint_folder
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def _has_steps(folder: Path) -> bool:
 def _checkpoints_of(run: Path) -> Path:
     """Where a run's recipe puts its checkpoints; a relative folder is one of the current directory."""
     try:
+        require_regular(run / CONFIG_FILE)
         recipe = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))
         folder = checkpoint_folder(recipe["checkpointing"]["checkpoint_dir"], run)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_dsv4.config.nodes import child, is_plain_mapping
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.regular_file import require_regular
 
 OVERRIDE_MARK = "_override_"
 
@@ -67,6 +68,7 @@ def _parent_names(parents: object, shown: Path) -> list[str]:
 def _read(path: Path, shown: Path, chain: tuple[Path, ...]) -> DictConfig:
     asked_by = f" (named in `defaults:` of {chain[-1].name})" if chain else ""
     try:
+        require_regular(path)
         layer = OmegaConf.load(path)
     except FileNotFoundError as error:
         raise UserError(f"{shown}: no such recipe file{asked_by}{_similar_file(path)}") from error

@@ -12,6 +12,7 @@ from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.config.rules_of_values import check_stored_formats
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.known_models import known_config
+from nemo_rl_dsv4.model.regular_file import require_regular
 
 TINY = "tiny"
 
@@ -60,11 +61,14 @@ def _read_config(model_name: str) -> dict[str, Any]:
         return known_config(model_name) or {}
     file = folder / "config.json"
     try:
+        require_regular(file)
         values = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(
             f"policy.model_name is {model_name!r}: it holds no config.json, so it is no checkpoint"
         ) from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: not valid JSON ({error}); copy the checkpoint again") from error
     if not isinstance(values, dict):

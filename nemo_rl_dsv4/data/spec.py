@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.regular_file import require_regular
 
 SPLITS = ("train", "validation")
 
@@ -120,6 +121,7 @@ def _read_text(path: str | None, where: str) -> str | None:
     if path is None:
         return None
     try:
+        require_regular(Path(path))
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where} {path!r} cannot be read: {error}; give a text file") from error

@@ -11,6 +11,7 @@ from typing import Any
 from nemo_rl_dsv4.data.problem import Problem
 from nemo_rl_dsv4.data.spec import DatasetSpec, nearest
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.regular_file import require_regular
 
 FILE_NAME = "ResponseDataset"
 """NeMo-RL's name for a local file of questions and answers."""
@@ -30,6 +31,7 @@ def file_problems(spec: DatasetSpec) -> list[Problem]:
     path = Path(settings["data_path"])
     keys = (settings.get("input_key", "input"), settings.get("output_key", "output"))
     try:
+        require_regular(path)
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{spec.where}.data_path {str(path)!r} cannot be read: {error}; give a .jsonl file") from error

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.regular_file import require_regular
 
 if TYPE_CHECKING:
     from nemo_automodel.components.models.deepseek_v4.config import DeepseekV4Config as AutoModelConfig
@@ -111,6 +112,7 @@ def read_config_file(directory: Path, overrides: Mapping[str, Any] | None = None
     """
     path = Path(directory) / "config.json"
     try:
+        require_regular(path)
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as a model configuration ({error})") from error

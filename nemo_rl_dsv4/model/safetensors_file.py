@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.regular_file import require_regular
 
 DTYPES = {
     "F64": torch.float64,
@@ -181,6 +182,7 @@ def scan_header(path: Path) -> Header:
         header.problems.append(HeaderProblem(tensor, f"{path}: {message}"))
 
     try:
+        require_regular(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)

@@ -22,7 +22,7 @@ from nemo_rl_dsv4.model.checkpoint.check import check_checkpoint
 from nemo_rl_dsv4.model.checkpoint.convert import MAX_SHARD_BYTES, RECORD, ConvertReport, check_written
 from nemo_rl_dsv4.model.checkpoint.convert_tensor import ScaleLayout, Target, relative_error
 from nemo_rl_dsv4.model.checkpoint.folder import copy_other_files, output_config, write_index, write_text
-from nemo_rl_dsv4.model.checkpoint.partial_work import PartialWork
+from nemo_rl_dsv4.model.checkpoint.partial_work import PartialWork, check_destination
 from nemo_rl_dsv4.model.checkpoint.serving import write_serving_notes
 from nemo_rl_dsv4.model.checkpoint.shard_writer import Entry, ShardWriter, cut_into_shards, shard_name
 from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL, Slot
@@ -82,8 +82,7 @@ def export_checkpoint(
     """
     started = time.monotonic()
     policy_folder, destination = Path(policy_folder), Path(destination)
-    if destination.exists():
-        raise UserError(f"{destination} exists already; remove it or choose another folder")
+    check_destination(destination, policy_folder.parent)
     saved = SavedWeights(policy_folder)
     noted, config = read_export_source(policy_folder)
     report = ConvertReport(str(policy_folder.parent), str(destination), to)
@@ -195,7 +194,7 @@ def _write_shards(
     values = OfficialValues(saved, AUTOMODEL)
     for number, members in enumerate(shards):
         file = shard_name(number, len(shards))
-        if file in work.shards and (work.folder / file).is_file():
+        if work.take_over(file):
             report.resumed += 1
             advance(sum(weight.bytes for weight in members))
             continue
@@ -249,7 +248,7 @@ def _finish(
         out["expert_dtype"] = "fp4"
     write_text(folder / "config.json", json.dumps(out, indent=2) + "\n")
     report.bytes = write_index(folder, {file: list(tensors) for file, tensors in work.shards.items()})
-    copy_other_files(policy_folder / FOLDER, folder)
+    report.notes += copy_other_files(policy_folder / FOLDER, folder)
     (folder / ROLLOUT).unlink(missing_ok=True)
     for action, error in work.results.values():
         report.errors[action] = max(error, report.errors.get(action, 0.0))

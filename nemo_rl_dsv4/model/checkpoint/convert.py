@@ -29,7 +29,7 @@ from nemo_rl_dsv4.model.checkpoint.convert_tensor import (
     scale_layout,
 )
 from nemo_rl_dsv4.model.checkpoint.folder import copy_other_files, output_config, write_index, write_text
-from nemo_rl_dsv4.model.checkpoint.partial_work import PartialWork
+from nemo_rl_dsv4.model.checkpoint.partial_work import PartialWork, check_destination
 from nemo_rl_dsv4.model.checkpoint.read_ahead import read_ahead
 from nemo_rl_dsv4.model.checkpoint.serving import write_serving_notes
 from nemo_rl_dsv4.model.checkpoint.shard_writer import ShardWriter, bytes_of, cut_into_shards, shard_name
@@ -90,7 +90,7 @@ def convert_checkpoint(
 
     Args:
         source: a checkpoint of any public form.
-        destination: must not exist yet. `.<name>.partial` beside it holds unfinished work.
+        destination: must not exist yet, nor lie inside `source`. `.<name>.partial` beside it holds unfinished work.
         to: "bf16" or "fp8".
         allow_lossy: quantize anew, with a loss, FP4 weights that FP8 cannot hold. Otherwise nothing is written when
             there are any, and the report names them.
@@ -105,8 +105,7 @@ def convert_checkpoint(
     source, destination = Path(source), Path(destination)
     if to not in ("bf16", "fp8"):
         raise UserError(f"conversion to {to!r}; wanted bf16 or fp8")
-    if destination.exists():
-        raise UserError(f"{destination} exists already; remove it or choose another folder")
+    check_destination(destination, source)
     checked = check_checkpoint(source, for_training=False)
     checked.raise_if_damaged()
     assert checked.config is not None
@@ -165,7 +164,7 @@ def _write_shards(
 
         for number, members in enumerate(shards):
             file = shard_name(number, len(shards))
-            if file in work.shards and (work.folder / file).is_file():
+            if work.take_over(file):
                 report.resumed += 1
                 advance(sum(planned.source.bytes for planned in members))
                 continue
@@ -202,7 +201,7 @@ def _finish(
     config = json.loads((checked.directory / "config.json").read_text(encoding="utf-8"))
     write_text(folder / "config.json", json.dumps(output_config(config, to, layout), indent=2) + "\n")
     report.bytes = write_index(folder, {file: list(tensors) for file, tensors in work.shards.items()})
-    copy_other_files(checked.directory, folder)
+    report.notes += copy_other_files(checked.directory, folder)
     for name, (action, error) in work.results.items():
         if error:
             report.errors[action] = max(error, report.errors.get(action, 0.0))

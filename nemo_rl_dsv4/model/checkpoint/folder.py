@@ -51,16 +51,35 @@ def write_index(folder: Path, shards: Mapping[str, Sequence[str]]) -> int:
     return total
 
 
-def copy_other_files(source: Path, folder: Path) -> None:
-    """Copy the tokenizer and everything else that is neither weights, nor written here, nor hidden."""
+def copy_other_files(source: Path, folder: Path) -> list[str]:
+    """Copy the tokenizer and everything else that is neither weights, nor written here, nor hidden.
+
+    A link is followed only within `source`, or to the `blobs` of the hub cache that `source` is a snapshot of: a link
+    elsewhere would put a file of the reader's machine, whichever it names, into a folder that may be published.
+
+    Returns:
+        A note for each link that was left out.
+    """
+    roots, notes = _roots(source), []
     for path in sorted(source.rglob("*")):
         place = path.relative_to(source)
         if any(part.startswith(".") for part in place.parts) or not path.is_file():
             continue
         if path.suffix in _WEIGHT_FILES or place.name.endswith(".index.json") or str(place) in _WRITTEN_HERE:
             continue
+        target = Path(os.path.realpath(path))
+        if not any(target.is_relative_to(root) for root in roots):
+            notes.append(f"{place} is a link to {target}, outside of {source}; it is not copied")
+            continue
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / place)
+    return notes
+
+
+def _roots(source: Path) -> list[Path]:
+    """Folders whose files may be copied; a hub cache has `snapshots/<commit>/<file>` linked to `blobs/<hash>`."""
+    real = Path(os.path.realpath(source))
+    return [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
 
 
 def write_text(path: Path, text: str) -> None:

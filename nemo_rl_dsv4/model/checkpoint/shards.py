@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_rl_dsv4.model.checkpoint.problems import Problem
+from nemo_rl_dsv4.model.regular_file import require_regular
 from nemo_rl_dsv4.model.safetensors_file import StoredTensor, scan_header, unique_keys
 
 INDEX = "model.safetensors.index.json"
@@ -71,6 +72,7 @@ def _read_index(shards: Shards, index: Path) -> dict[str, str] | None:
         shards.problems.append(Problem(INDEX, tensor, f"{index}: {message}"))
 
     try:
+        require_regular(index)
         content = json.loads(index.read_bytes(), object_pairs_hook=unique_keys)
         weight_map = content["weight_map"]
         if not isinstance(weight_map, dict) or not weight_map:
