@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.regular_file import require_regular
 from nemo_rl_dsv4.utils.file_digest import sha256_of_all
 
 INFO, CONFIG, MANIFEST, POLICY = "training_info.json", "config.yaml", "manifest.json", "policy"
+STATE = f"{POLICY}/.metadata"
+"""Of torch's distributed checkpoint: without it no weight can be found."""
 
 
 def read_checkpoint(folder: Path, *, hashes: bool = True) -> dict[str, Any]:
@@ -20,16 +23,22 @@ def read_checkpoint(folder: Path, *, hashes: bool = True) -> dict[str, Any]:
         hashes: False compares sizes only.
 
     Raises:
-        UserError: names the file that is missing, truncated or changed.
+        UserError: names the file that is missing, truncated or changed, or that the manifest leaves out.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"checkpoint {folder} does not exist")
     manifest = _read_json(folder / MANIFEST)
     damaged = f"checkpoint {folder} is damaged:"
+    required = [INFO, STATE, *([CONFIG] if os.path.lexists(folder / CONFIG) else [])]
+    unlisted = [name for name in required if name not in manifest]
+    if unlisted:
+        raise UserError(f"{damaged} {MANIFEST} does not list {unlisted[0]}; take another step's checkpoint")
     for name, wanted in manifest.items():
         if not isinstance(wanted, dict) or not isinstance(wanted.get("bytes"), int):
             raise UserError(f"{damaged} {MANIFEST} has no size of {name}")
+        if not isinstance(wanted.get("sha256"), str):
+            raise UserError(f"{damaged} {MANIFEST} has no sha256 of {name}")
         path = folder / name
         if not path.is_file():
             raise UserError(f"{damaged} {name} is missing")
@@ -37,7 +46,7 @@ def read_checkpoint(folder: Path, *, hashes: bool = True) -> dict[str, Any]:
         if size != wanted["bytes"]:
             raise UserError(f"{damaged} {name} has {size} bytes, {wanted['bytes']} were written")
     if hashes:
-        hashed = {folder / name: wanted["sha256"] for name, wanted in manifest.items() if "sha256" in wanted}
+        hashed = {folder / name: wanted["sha256"] for name, wanted in manifest.items()}
         try:
             found = sha256_of_all(hashed)
         except OSError as error:
@@ -106,9 +115,12 @@ def sync_folder(folder: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        require_regular(path)
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"checkpoint {path.parent} is damaged or no checkpoint: {path.name} is missing") from error
+    except OSError as error:
+        raise UserError(f"checkpoint {path.parent} is damaged: {path.name} cannot be read ({error})") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"checkpoint {path.parent} is damaged: {path.name} is not JSON ({error})") from error
     if not isinstance(content, dict):

@@ -116,6 +116,7 @@ class ToyPolicy:
         if self.interrupt_save is not None:
             raise self.interrupt_save
         torch.save((self.optimizer.steps, self.optimizer.moments), folder / "optimizer.pt")
+        (folder / ".metadata").touch()
 
     def load_checkpoint(self, folder: Path) -> None:
         self.model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))

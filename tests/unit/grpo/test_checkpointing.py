@@ -3,6 +3,7 @@ import json
 import logging
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,27 @@ from nemo_rl_dsv4.grpo.settings import CheckpointSettings
 from nemo_rl_dsv4.utils.random_state import restore_rng_state, rng_state, seed_all
 
 
+def make_policy(folder: Path) -> None:
+    """The least that counts as a policy's checkpoint."""
+    folder.mkdir()
+    (folder / ".metadata").touch()
+
+
+def edit_manifest(folder: Path, change: Callable[[dict], object]) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 def write(store: CheckpointStore, step: int, **info) -> Path:
     def save(folder: Path) -> None:
         (folder / "weights").mkdir(parents=True)
+        (folder / ".metadata").touch()
         (folder / "weights" / "part.bin").write_bytes(bytes([step]) * 1000)
 
     folder = store.write(step, {"step": step, **info}, save, config_yaml=f"step: {step}\n")
@@ -49,11 +68,26 @@ def test_write_and_read_back(tmp_path):
         (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is not JSON"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda f: (f / "manifest.json").write_text("[]"), "holds no JSON object"),
-        (lambda f: (f / "manifest.json").write_text('{"training_info.json": 5}'), "has no size of training_info.json"),
+        (
+            lambda f: edit_manifest(f, lambda m: m.update({"training_info.json": 5})),
+            "has no size of training_info.json",
+        ),
+        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json does not list training_info.json"),
+        (lambda f: edit_manifest(f, lambda m: m.pop("policy/.metadata")), "does not list policy/.metadata"),
+        (lambda f: edit_manifest(f, lambda m: m.pop("config.yaml")), "does not list config.yaml"),
+        (
+            lambda f: edit_manifest(f, lambda m: m["policy/weights/part.bin"].pop("sha256")),
+            "has no sha256 of policy/weights/part.bin",
+        ),
+        (lambda f: replace_by_folder(f / "manifest.json"), "manifest.json cannot be read .*Is a directory"),
     ],
 )
 def test_damage_is_named_and_the_previous_checkpoint_is_used(tmp_path, caplog, damage, message):
-    """Whatever is wrong with the newest checkpoint, resuming takes the one before, with a warning that says why."""
+    """Whatever is wrong with the newest checkpoint, resuming takes the one before, with a warning that says why.
+
+    A manifest that was empty, left out the policy, or had no hashes used to make any folder whole; one that was a
+    folder ended in a traceback.
+    """
     store = CheckpointStore(tmp_path, CheckpointSettings(keep_top_k=1))
     store.settings = CheckpointSettings()
     write(store, 1)
@@ -182,7 +216,7 @@ def test_training_goes_on_while_files_are_written(tmp_path):
     release, order = threading.Event(), []
 
     def save(folder: Path):
-        folder.mkdir()
+        make_policy(folder)
 
         def finish() -> dict[str, str]:
             release.wait(20)
@@ -196,7 +230,7 @@ def test_training_goes_on_while_files_are_written(tmp_path):
     assert [checkpoint.step for checkpoint in store.all()] == [1], "half a checkpoint does not count, and is left alone"
     assert steps(tmp_path) == ["step_1", "tmp_step_2"]
     threading.Timer(0.1, release.set).start()
-    store.write(3, {"step": 3}, lambda folder: order.append("second begun") or folder.mkdir())
+    store.write(3, {"step": 3}, lambda folder: order.append("second begun") or make_policy(folder))
     store.wait()
     assert order == ["first written", "second begun"]
     assert steps(tmp_path) == ["step_3"]
@@ -220,7 +254,7 @@ def test_a_failure_in_the_background_surfaces_once(tmp_path):
     assert steps(tmp_path) == ["step_1"]
     store.write(3, {"step": 3}, save)
     with pytest.raises(UserError, match="step 3"):
-        store.write(4, {"step": 4}, lambda folder: folder.mkdir())
+        store.write(4, {"step": 4}, make_policy)
     write(store, 4)
     assert store.latest() == tmp_path / "step_4"
 
@@ -230,7 +264,7 @@ def test_one_changed_byte_of_a_large_file_is_found(tmp_path):
     store = CheckpointStore(tmp_path, CheckpointSettings())
 
     def save(folder: Path) -> None:
-        folder.mkdir()
+        make_policy(folder)
         with (folder / "large.bin").open("wb") as file:
             file.truncate(17 * 2**20)
 
@@ -249,7 +283,7 @@ def test_a_digest_given_by_the_writer_is_what_is_checked(tmp_path):
     store = CheckpointStore(tmp_path, CheckpointSettings())
 
     def save(folder: Path):
-        folder.mkdir()
+        make_policy(folder)
         (folder / "part.bin").write_bytes(b"on disk")
         return lambda: {"part.bin": hashlib.sha256(b"in memory").hexdigest()}
 
