@@ -24,6 +24,7 @@ from nemo_rl_dsv4.model.router_replay import RouterReplayer
 from nemo_rl_dsv4.model.token_logprobs import AUTOMODEL_HEAD, BF16_HEAD, install_scoring_head, scoring
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
 from nemo_rl_dsv4.policy.layout import DOCUMENT_MULTIPLE, TokenLayout, packed_layout, plain_layout
+from nemo_rl_dsv4.policy.master_weights import cast_embedding, compute_in, quantize_in, to_master_weights
 from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
 from nemo_rl_dsv4.policy.optim import OptimizerOffload, build_optimizer, build_scheduler
 from nemo_rl_dsv4.policy.packing import Packing, pack_rows
@@ -41,7 +42,8 @@ class PolicyWorker:
     """Trains one rank's share of an AutoModel DeepSeek-V4.
 
     Args:
-        model: the whole model, not yet sharded, with its weights or without (see `load`).
+        model: the whole model, not yet sharded, with its weights or without (see `load`), in the dtype it computes in;
+            its parameters become float32 (`policy.master_weights`).
         meshes: this rank's process meshes.
         load: fills the sharded model with weights and returns the scales they were stored under; None for a model that
             has its weights.
@@ -98,6 +100,11 @@ class PolicyWorker:
         self.rounding: InstallReport = install_numerics(model, profile, fake_quant, alignment)
         if fp8:
             install_fp8(model, self.rounding)
+        dtypes = to_master_weights(model)
+        quantize_in(model, dtypes)
+        sharded = meshes.world is not None
+        if not sharded or meshes.sizes.ep == meshes.sizes.world:  # then no FSDP unit holds the experts
+            compute_in(model, dtypes, experts_only=sharded)
         head = BF16_HEAD if self.rounding.aligned["logits_bf16"] == "on" else AUTOMODEL_HEAD
         self.head = install_scoring_head(model, chunk_size=logprob_chunk_size, numerics=head)
         self.router = None if router is RouterMode.OWN else RouterReplayer(model, replay=router is RouterMode.REPLAY)
@@ -108,6 +115,8 @@ class PolicyWorker:
             compute_dtype=compute_dtype,
             cpu_offload=cpu_offload,
         )
+        if sharded:
+            cast_embedding(self.model, dtypes)
         self.source_scales = SourceScales() if load is None else load(self.model)
         self.device = _local(next(self.model.parameters())).device
         if cpu_offload:
