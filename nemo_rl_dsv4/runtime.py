@@ -35,6 +35,7 @@ from nemo_rl_dsv4.grpo.trainer import TrainingSummary, grpo_train
 from nemo_rl_dsv4.model.checkpoint.serving import export_command, training_notes
 from nemo_rl_dsv4.model.hf_config import read_config
 from nemo_rl_dsv4.policy.group import PolicyGroup
+from nemo_rl_dsv4.policy.optim import rehearse
 from nemo_rl_dsv4.policy.packing import Packing
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec
@@ -43,7 +44,7 @@ from nemo_rl_dsv4.routes import RouterMode
 from nemo_rl_dsv4.utils.console import RunConsole, make_console, print_summary
 from nemo_rl_dsv4.utils.metrics_file import read_steps
 from nemo_rl_dsv4.utils.progress import bytes_progress, progress
-from nemo_rl_dsv4.utils.run_folder import CONFIG_FILE, checkpoint_folder
+from nemo_rl_dsv4.utils.run_folder import checkpoint_folder, recorded_config
 from nemo_rl_dsv4.utils.run_logger import RunLogger
 from nemo_rl_dsv4.utils.run_summary import summary_lines, whole_run_summary
 
@@ -72,6 +73,7 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
     refused = not_implemented(config, runtime)
     if refused:
         raise UserError(refused[0])
+    check_classes(config)
     console = make_console()
     if resume is not None:
         resumed_store(TrainerSettings.from_config(config).checkpointing, resume).latest()
@@ -158,6 +160,17 @@ def settle_checkpoint(store: CheckpointStore, group: PolicyGroup, finished: bool
         group.abandon_checkpoint()
         with contextlib.suppress(UserError):
             store.wait()
+
+
+def check_classes(config: MasterConfig) -> None:
+    """The optimizer and the schedule can be made and stepped: found out before a process starts.
+
+    Raises:
+        UserError: see `nemo_rl_dsv4.policy.optim.rehearse`.
+    """
+    policy = config.policy
+    parts = None if policy.scheduler is None else [step.model_dump() for step in policy.scheduler]
+    rehearse(policy.optimizer.name, policy.optimizer.kwargs, parts)
 
 
 EXPECTED_CHANGES = ("grpo.max_num_steps", "grpo.max_num_epochs", "logger.", "checkpointing.", "grpo.val_")
@@ -393,21 +406,6 @@ def resumed_store(settings: CheckpointSettings, run_dir: Path) -> CheckpointStor
     """The checkpoints of a run that exists: where its own config.yaml put them, whatever this recipe says."""
     recorded = recorded_config(run_dir)["checkpointing"]["checkpoint_dir"]
     return CheckpointStore(checkpoint_folder(recorded, run_dir), settings, training_notes)
-
-
-def recorded_config(run_dir: Path) -> dict[str, Any]:
-    """The recipe a run was started with.
-
-    Raises:
-        UserError: the file is no recipe.
-    """
-    path = run_dir / CONFIG_FILE
-    try:
-        recorded = yaml.safe_load(path.read_text(encoding="utf-8"))
-        recorded["checkpointing"]["checkpoint_dir"]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: cannot be read as the recipe of a run ({error})") from error
-    return recorded
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     validate(config, runs_here=False)
     for notice in config.notices:
         print(f"note: {notice}", file=sys.stderr)
-    name = options.gpu or config.policy.dsv4.gpu
+    name = config.policy.dsv4.gpu if options.gpu is None else options.gpu
     gpu = None if name is None else gpu_bytes(name)
     console = make_console(stderr=True)
     with progress(console, "planning") as advance:

@@ -71,19 +71,21 @@ def run(options: argparse.Namespace) -> int:
     """Loads and checks the recipe, then prints the topology or starts the run."""
     from nemo_rl_dsv4.config import load_config, validate
     from nemo_rl_dsv4.config.rules_of_run import missing_trackers
-    from nemo_rl_dsv4.config.unused_keys import unused_keys
+    from nemo_rl_dsv4.config.unused_keys import unknown_overrides, unused_keys
     from nemo_rl_dsv4.utils.console import make_console
-    from nemo_rl_dsv4.utils.run_folder import find_run
+    from nemo_rl_dsv4.utils.run_folder import find_run, recorded_config
 
     config = load_config(Path(options.config), options.overrides)
     runtime = validate(config, runs_here=not options.dry_run)
     resume = None if options.resume is None else find_run(options.resume, Path(config.logger.log_dir))
     unused = unused_keys(config) if runtime == "embedded" else []
-    for notice in (*config.notices, *missing_trackers(config), *unused):
+    for notice in (*config.notices, *missing_trackers(config), *unknown_overrides(config), *unused):
         print(f"note: {notice}", file=sys.stderr)
     if options.dry_run:
         from nemo_rl_dsv4.cli.dry_run import print_dry_run
 
+        if resume is not None:
+            recorded_config(resume)  # refused now rather than by the run
         print_dry_run(config, runtime, make_console(), resume)
         return OK
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.config.rules_of_values import check_stored_formats
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.hf_config import config_problems
 from nemo_rl_dsv4.model.known_models import known_config
 from nemo_rl_dsv4.model.regular_file import require_regular
 
 TINY = "tiny"
+CONFIG_OF_MODEL = "config.json of policy.model_name"
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,24 @@ def model_limits(config: MasterConfig) -> ModelLimits:
         values = policy.dsv4.tiny.model_dump()
     else:
         values = _read_config(policy.model_name)
+    _check_overrides(values, policy.hf_config_overrides)
     values = {**values, **policy.hf_config_overrides}
     if policy.model_name != TINY:
         check_stored_formats(values, f"{policy.model_name}/config.json with policy.hf_config_overrides")
     return ModelLimits(
         **{name: values[name] for name in ModelLimits.__dataclass_fields__ if isinstance(values.get(name), int)}
     )
+
+
+def _check_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Overrides leave a model that can be built; what is wrong without them is found where the files are read."""
+    if not values or not overrides:
+        return
+    before = set(config_problems(values))
+    new = [problem for problem in config_problems({**values, **overrides}) if problem not in before]
+    if new:
+        message = new[0].removeprefix("config.json: ")
+        raise UserError(f"policy.hf_config_overrides {sorted(overrides)} on {CONFIG_OF_MODEL}: {message}")
 
 
 def _read_config(model_name: str) -> dict[str, Any]:

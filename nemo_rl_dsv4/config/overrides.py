@@ -36,6 +36,8 @@ def apply_overrides(config: DictConfig, overrides: list[str]) -> None:
 
 def _apply(config: DictConfig, override: Override, text: str) -> None:
     key = override.key_or_group
+    if not key:
+        raise UserError(f"{text!r} names no key; write key=value, such as grpo.max_num_steps=5")
     try:
         _apply_value(config, override, key, text)
     except OmegaConfBaseException as error:

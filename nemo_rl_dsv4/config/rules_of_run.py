@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from nemo_rl_dsv4.config.class_paths import check_class_path, check_schedule_arguments
 from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.config.model_limits import TINY
 from nemo_rl_dsv4.config.policy import AdamWKwargs
@@ -28,6 +29,11 @@ def check_algorithm(config: MasterConfig) -> None:
         grpo.batch_multiplier == 1 or grpo.use_dynamic_sampling,
         f"grpo.batch_multiplier is {grpo.batch_multiplier} but grpo.use_dynamic_sampling is false; it would have no "
         "effect: set it to 1 or turn dynamic sampling on",
+    )
+    require(
+        grpo.num_generations_per_prompt > 1 or config.loss_fn.positive_example_nll_weight > 0,
+        "grpo.num_generations_per_prompt is 1: advantages compare the responses of one prompt, so all would be 0 and "
+        "nothing would be learned; set it to 2 or more",
     )
     low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
     require(
@@ -70,7 +76,7 @@ def check_data(config: MasterConfig, runtime: Runtime) -> None:
 def check_optimizer(config: MasterConfig) -> None:
     """AdamW's arguments are AdamW's; every optimizer has a learning rate."""
     optimizer, where = config.policy.optimizer, "policy.optimizer.kwargs"
-    require("." in optimizer.name, f"policy.optimizer.name is {optimizer.name!r}; wanted a class path")
+    check_class_path(optimizer.name, "policy.optimizer.name", "torch.optim.AdamW")
     rate = optimizer.kwargs.get("lr")
     require(
         isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0,
@@ -78,6 +84,10 @@ def check_optimizer(config: MasterConfig) -> None:
     )
     if optimizer.name != "torch.optim.AdamW":
         return
+    require(
+        not (optimizer.kwargs.get("foreach") and optimizer.kwargs.get("fused")),
+        f"{where}.foreach and {where}.fused are both true; torch has one or the other, set one to null",
+    )
     known = list(AdamWKwargs.model_fields)
     for key in optimizer.kwargs:
         near = difflib.get_close_matches(key, known, n=1)
@@ -104,10 +114,9 @@ def check_scheduler(config: MasterConfig) -> None:
             (step.name is None) != (step.milestones is None),
             f"{where}.{index} must have either a name (with kwargs) or milestones",
         )
-        require(
-            step.name is None or "." in step.name,
-            f"{where}.{index}.name is {step.name!r}; wanted a class path, such as torch.optim.lr_scheduler.LinearLR",
-        )
+        if step.name is not None:
+            check_class_path(step.name, f"{where}.{index}.name", "torch.optim.lr_scheduler.LinearLR")
+            check_schedule_arguments(step.name, f"{where}.{index}.kwargs", step.kwargs or {})
     require(bool(parts), f"{where} names no schedule; give one, or null for a constant rate")
     if len(parts) == 1 and not milestones:
         return

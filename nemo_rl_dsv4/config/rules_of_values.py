@@ -13,6 +13,8 @@ from nemo_rl_dsv4.config.rules import require
 
 LARGEST_SEED = 2**32 - 1
 """numpy takes no larger one."""
+LARGEST_NUMBER = 100_000
+"""Of word problems."""
 PROCESSES_PER_CORE = 8
 FEWEST_PROCESSES_ALLOWED = 64
 EXPERT_DTYPES = ("fp4", "fp8")
@@ -29,6 +31,13 @@ def check_values(config: MasterConfig) -> None:
         seeds["policy.dsv4.tiny.seed"] = tiny.seed
     for key, seed in seeds.items():
         require(seed is None or seed <= LARGEST_SEED, f"{key} is {seed}; wanted at most {LARGEST_SEED} (32 bits)")
+    for name, dataset in (("train", config.data.train), ("validation", config.data.validation)):
+        largest = None if dataset is None else dataset.max_number
+        require(
+            largest is None or largest <= LARGEST_NUMBER,
+            f"data.{name}.max_number is {largest}; wanted at most {LARGEST_NUMBER}: the tiny tokenizer has a token for "
+            "each number",
+        )
     limit = max(FEWEST_PROCESSES_ALLOWED, PROCESSES_PER_CORE * (os.cpu_count() or 1))
     for key, number in {
         "policy.generation.reference_cfg.num_workers": config.policy.generation.reference_cfg.num_workers,

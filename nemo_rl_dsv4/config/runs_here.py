@@ -56,7 +56,12 @@ def missing_here(config: MasterConfig) -> list[str]:
     gpus = config.cluster.gpus_per_node
     if gpus and not any(Path(file).exists() for file in GPU_FILES):
         missing.append(f"the recipe needs {config.cluster.num_nodes} x {gpus} GPUs; this machine shows none")
-    own = Path(config.policy.dsv4.vllm_python or VLLM_PYTHON)
-    if config.policy.generation.backend == "vllm" and not own.is_file() and importlib.util.find_spec("vllm") is None:
+    own = config.policy.dsv4.vllm_python
+    if config.policy.generation.backend != "vllm":
+        return missing
+    if own is not None:
+        if not Path(own).is_file():
+            missing.append(f"policy.dsv4.vllm_python is {own!r}, no such file; make the environment with `{MAKE_VLLM}`")
+    elif not Path(VLLM_PYTHON).is_file() and importlib.util.find_spec("vllm") is None:
         missing.append(f"policy.generation.backend is vllm, which has no environment here; make it with `{MAKE_VLLM}`")
     return missing

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.model.hf_config import KNOWN_KEYS
+from nemo_rl_dsv4.model.known_models import FLASH
 
 UNUSED: dict[str, tuple[Any, ...]] = {
     "checkpointing.save_optimizer": (True,),
@@ -44,6 +47,20 @@ def unused_keys(config: MasterConfig) -> list[str]:
             if value is not None and value not in FIXED.get(key, ()):
                 found.append(f"data.{name}.{key} ({_short(value)})")
     return [f"set in the recipe but without effect in the embedded runtime: {', '.join(found)}"] if found else []
+
+
+def unknown_overrides(config: MasterConfig) -> list[str]:
+    """One sentence for each key of `policy.hf_config_overrides` that no DeepSeek-V4 config.json has."""
+    known = sorted({*FLASH, *KNOWN_KEYS})
+    notices = []
+    for key in config.policy.hf_config_overrides:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            notices.append(
+                f"policy.hf_config_overrides.{key} is no key of a DeepSeek-V4 config.json and changes nothing{hint}"
+            )
+    return notices
 
 
 def _short(value: Any) -> str:

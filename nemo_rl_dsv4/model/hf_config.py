@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.regular_file import require_regular
 
 if TYPE_CHECKING:
+    import torch
     from nemo_automodel.components.models.deepseek_v4.config import DeepseekV4Config as AutoModelConfig
     from transformers.models.deepseek_v4 import DeepseekV4Config as TransformersConfig
 
@@ -73,6 +72,13 @@ _OPTIONAL_KEYS: dict[str, type | tuple[type, ...]] = {
     "norm_topk_prob": bool,
 }
 """Keys with a default in both models, which a null would bypass in one of them."""
+KNOWN_KEYS = (
+    *_SIZES,
+    *_SHARED_KEYS,
+    *("model_type", "compress_ratios", "num_hash_layers", "num_nextn_predict_layers", "expert_dtype"),
+    *("rope_theta", "compress_rope_theta", "rope_scaling", "rope_parameters", "quantization_config", "torch_dtype"),
+)
+"""Keys of config.json that are read here or by the checkpoint's readers."""
 _ABSENT = object()
 _YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
@@ -250,16 +256,17 @@ def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in _SHARED_KEYS if key in config}
 
 
-def automodel_config(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> AutoModelConfig:
+def automodel_config(config: Mapping[str, Any], dtype: torch.dtype | None = None) -> AutoModelConfig:
     """Make AutoModel 0.7.0's `DeepseekV4Config` from an official-style `config.json` dictionary.
 
     Args:
         config: keys of the released V4-Flash `config.json`; the quantization keys are not passed on.
-        dtype: parameter dtype of the model built from it.
+        dtype: parameter dtype of the model built from it; None is float32.
 
     Raises:
         UserError: see `validate_config` and `rope_settings`.
     """
+    import torch
     from nemo_automodel.components.models.deepseek_v4.config import DeepseekV4Config
 
     fields, rope = _shared(config), rope_settings(config)
@@ -272,7 +279,7 @@ def automodel_config(config: Mapping[str, Any], dtype: torch.dtype = torch.float
         rope_theta=rope.theta,
         compress_rope_theta=rope.compress_theta,
         rope_scaling={"type": "yarn", **rope.yarn} if rope.yarn else None,
-        dtype=dtype,
+        dtype=torch.float32 if dtype is None else dtype,
     )
 
 

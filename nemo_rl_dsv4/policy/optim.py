@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ def load_class(path: str, key: str, base: type) -> type:
     module_name, _, class_name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError, OSError) as error:
         raise UserError(f"{key} is {path!r}, which cannot be imported ({error}); wanted a class path") from error
     if not (isinstance(found, type) and issubclass(found, base)):
         raise UserError(f"{key} is {path!r}, which is no {base.__module__}.{base.__qualname__}; wanted a subclass")
@@ -44,7 +45,7 @@ def build_optimizer(
     cls = load_class(name, "policy.optimizer.name", torch.optim.Optimizer)
     try:
         return cls(trainable, **options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"policy.optimizer.kwargs do not fit {name}: {error}") from error
 
 
@@ -73,9 +74,59 @@ def build_scheduler(optimizer: torch.optim.Optimizer, parts: Sequence[Mapping[st
         cls = load_class(str(part["name"]), "policy.scheduler.name", LRScheduler)
         try:
             schedulers.append(cls(optimizer, **dict(part.get("kwargs") or {})))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise UserError(f"policy.scheduler kwargs do not fit {part['name']}: {error}") from error
-    return schedulers[0] if len(schedulers) == 1 else SequentialLR(optimizer, schedulers, milestones)
+    if len(schedulers) == 1:
+        return schedulers[0]
+    try:
+        return SequentialLR(optimizer, schedulers, milestones)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"policy.scheduler: its parts do not make one schedule ({error})") from error
+
+
+def rehearse(name: str, kwargs: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] | None) -> None:
+    """Make and step the recipe's optimizer and schedule once over a 2 x 2 weight on the CPU, before a process starts.
+
+    Each part of the schedule is stepped by itself, since the later ones take over after many steps. Optimizers of
+    other packages are made but not stepped: their kernels may need a GPU.
+
+    Args:
+        name: class path of the optimizer.
+        kwargs: its arguments.
+        parts: see `build_scheduler`.
+
+    Raises:
+        UserError: see `build_optimizer`, `build_scheduler`; or the trainer's `step()` is not one that they take.
+    """
+
+    def optimizer() -> torch.optim.Optimizer:
+        weight = torch.nn.Parameter(torch.ones(2, 2))
+        weight.grad = torch.ones(2, 2)
+        return build_optimizer([weight], name, kwargs)
+
+    made = optimizer()
+    if name.startswith("torch.optim."):
+        try:
+            made.step()
+        except (TypeError, RuntimeError) as error:
+            raise UserError(
+                f"policy.optimizer.name is {name!r}, which cannot take a step over dense gradients without a closure "
+                f"({error}); wanted an optimizer such as torch.optim.AdamW"
+            ) from error
+    named = [part for part in parts or [] if part.get("name")]
+    for part in named:
+        alone = build_scheduler(optimizer(), [part])
+        assert alone is not None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says that no optimizer step came before
+                alone.step()
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise UserError(
+                f"policy.scheduler: {part['name']} with {dict(part.get('kwargs') or {})} cannot take a step ({error}); "
+                "wanted a schedule that depends on the number of steps only"
+            ) from error
+    build_scheduler(made, parts)
 
 
 class OptimizerOffload:

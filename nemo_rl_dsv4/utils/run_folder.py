@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from nemo_rl_dsv4.errors import UserError
 
@@ -71,6 +74,21 @@ def find_run(asked: str, log_dir: Path) -> Path:
             f"--resume: there is no run in {log_dir} (logger.log_dir); name a run folder or start without it"
         )
     return max(numbered)[1]
+
+
+def recorded_config(run_dir: Path) -> dict[str, Any]:
+    """The recipe a run was started with.
+
+    Raises:
+        UserError: the file is no recipe.
+    """
+    path = run_dir / CONFIG_FILE
+    try:
+        recorded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        recorded["checkpointing"]["checkpoint_dir"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read as the recipe of a run ({error})") from error
+    return recorded
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -97,6 +97,7 @@ def test_tables_and_json_say_the_same(plan):
     ("words", "message"),
     [
         (["--gpu", "h1000"], "--gpu is 'h1000'; wanted one of h100"),
+        (["--gpu", ""], "--gpu is ''; wanted one of h100"),
         (["policy.dsv4.gpuu=h100"], "gpuu"),
         (["policy.model_name=some/model", "policy.tokenizer.name=x"], "neither a folder nor one of deepseek-ai"),
         (["policy.dtensor_cfg.expert_parallel_size=3"], "which policy.dtensor_cfg.expert_parallel_size = 3"),

@@ -189,3 +189,13 @@ def test_ctrl_c_in_a_run_is_one_line(capsys, places, monkeypatch):
     monkeypatch.setitem(sys.modules, "nemo_rl_dsv4.runtime", runtime)
     assert main(["--config", RECIPE, *places]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_dry_run_of_resuming_reads_the_recipe_of_the_run(capsys, places, tmp_path):
+    run = tmp_path / "logs" / "exp_001"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("{")
+    assert main(["--config", RECIPE, "--dry-run", f"--resume={run}", *places]) == 2
+    assert "cannot be read as the recipe of a run" in capsys.readouterr().err
+    (run / "config.yaml").write_text("checkpointing: {checkpoint_dir: ckpt}")
+    assert main(["--config", RECIPE, "--dry-run", f"--resume={run}", *places]) == 0

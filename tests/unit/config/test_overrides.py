@@ -65,6 +65,7 @@ def test_interpolated_keys_follow_an_override(tiny):
         ("+grpo.seed=1", r"already in the recipe; drop the \+"),
         ("~grpo.sed", r"no key grpo.sed to remove; did you mean grpo.seed\?"),
         ("grpo.seed", "is not an override"),
+        ("=3", "'=3' names no key; write key=value"),
         ("grpo.seed=[1", "is not an override"),
         ("grpo.seed=1,2", "sweep"),
         ("grpo.seed.x=1", "unknown key grpo.seed.x"),

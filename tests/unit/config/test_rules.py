@@ -6,6 +6,7 @@ import pytest
 
 from nemo_rl_dsv4.config import load_config, validate
 from nemo_rl_dsv4.config.rules_of_run import check_writable
+from nemo_rl_dsv4.config.runs_here import missing_here, not_implemented
 from nemo_rl_dsv4.errors import UserError
 
 PROCESSES = "policy.dsv4.cpu_processes"
@@ -245,6 +246,34 @@ REFUSED = {
         ["policy.dtensor_cfg.automodel_kwargs.backend._target_=os.system"],
         "backend._target_ is 'os.system'; wanted nemo_automodel",
     ),
+    "a group of one": (
+        ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=16"],
+        "num_generations_per_prompt is 1: .* all would be 0",
+    ),
+    "numbers without end": (["data.train.max_number=1000000000"], "max_number is 1000000000; wanted at most 100000"),
+    "dots for an optimizer": (["policy.optimizer.name=...."], "name is '....'; wanted a class path"),
+    "a function for an optimizer": (["policy.optimizer.name=os.system"], "name is 'os.system'; wanted a class path"),
+    "an optimizer with a closure": (["policy.optimizer.name=torch.optim.LBFGS"], "through a closure"),
+    "two implementations of AdamW": (
+        ["policy.optimizer.kwargs.foreach=true", "policy.optimizer.kwargs.fused=true"],
+        "kwargs.foreach and policy.optimizer.kwargs.fused are both true",
+    ),
+    "a schedule that wants a metric": (
+        ["policy.scheduler=[{name:torch.optim.lr_scheduler.ReduceLROnPlateau}]"],
+        "policy.scheduler.0.name is .*ReduceLROnPlateau, which wants a metric",
+    ),
+    "a stair of no steps": (
+        ["policy.scheduler=[{name:torch.optim.lr_scheduler.StepLR,kwargs:{step_size:0}}]"],
+        "policy.scheduler.0.kwargs.step_size is 0; wanted a whole number of 1 or more",
+    ),
+    "an override that breaks the model": (
+        ["policy.model_name=deepseek-ai/DeepSeek-V4-Flash", "+policy.hf_config_overrides.o_groups=7"],
+        "hf_config_overrides .'o_groups'. on config.json of policy.model_name: num_attention_heads 64 is not a multi",
+    ),
+    "an override of the tiny model": (
+        ["+policy.hf_config_overrides.num_hash_layers=99"],
+        "num_hash_layers is 99; wanted 0 to 5",
+    ),
     "tracker that is not installed": (["logger.wandb_enabled=true"], "wandb is not installed"),
 }
 
@@ -399,3 +428,25 @@ def test_nemo_rl_is_found_by_its_source_and_not_by_the_placeholder(recipe, tmp_p
     (tmp_path / "nemo_rl" / "algorithms" / "grpo.py").write_text("")
     assert validate(recipe(["runtime=auto"])) == "nemo_rl"
     assert validate(recipe(["runtime=embedded"])) == "embedded"
+
+
+def test_a_dry_run_names_a_python_of_vllm_that_is_missing(recipe, tmp_path):
+    lines = missing_here(recipe([*GPU, "policy.dsv4.vllm_python=/nowhere/python"]))
+    assert any("policy.dsv4.vllm_python is '/nowhere/python', no such file" in line for line in lines)
+    own = tmp_path / "python"
+    own.write_text("")
+    assert not any("vllm" in line for line in missing_here(recipe([*GPU, f"policy.dsv4.vllm_python={own}"])))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("cluster.num_nodes=2", "num_nodes is 2; the embedded runtime's vLLM engines run on one host"),
+        ("policy.generation.vllm_cfg.async_engine=true", "async_engine is true"),
+        ("policy.generation.colocated.enabled=false", "colocated.enabled is false"),
+    ],
+)
+def test_a_dry_run_says_that_engines_run_on_one_host(recipe, override, message):
+    assert not_implemented(recipe(GPU), "embedded") == []
+    (line,) = not_implemented(recipe([*GPU, override]), "embedded")
+    assert message in line

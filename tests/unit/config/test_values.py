@@ -4,7 +4,7 @@ import pytest
 
 from nemo_rl_dsv4.config import load_config, validate
 from nemo_rl_dsv4.config.rules_of_values import check_stored_formats
-from nemo_rl_dsv4.config.unused_keys import unused_keys
+from nemo_rl_dsv4.config.unused_keys import unknown_overrides, unused_keys
 from nemo_rl_dsv4.errors import UserError
 
 EXPERT_WIDTH = "policy.dsv4.tiny.moe_intermediate_size"
@@ -72,3 +72,8 @@ def test_keys_without_effect_are_named_in_one_line(recipe):
     )
     assert "checkpointing.save_optimizer (False)" in line and "logger.num_val_samples_to_print (3)" in line
     assert "data.train.env_name (code)" in line and "processor" not in line
+
+
+def test_overrides_of_the_model_that_nothing_reads_are_noticed(recipe):
+    (line,) = unknown_overrides(recipe("+policy.hf_config_overrides={num_hash_layer:1,expert_dtype:fp8}"))
+    assert line.startswith("policy.hf_config_overrides.num_hash_layer is no key") and "num_hash_layers?" in line

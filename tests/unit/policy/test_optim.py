@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.policy.optim import OptimizerOffload, build_optimizer, build_scheduler
+from nemo_rl_dsv4.policy.optim import OptimizerOffload, build_optimizer, build_scheduler, rehearse
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 
 ADAMW = "torch.optim.AdamW"
@@ -105,3 +105,32 @@ def test_state_in_host_memory_is_left_where_it_is():
     offload.to_device()
     after = next(iter(optimizer.state.values()))
     assert all(after[key] is value for key, value in before.items())
+
+
+SCHEDULES = "torch.optim.lr_scheduler"
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "parts", "message"),
+    [
+        ("....", {"lr": 1.0}, None, "name is '....', which cannot be imported"),
+        ("os.system", {"lr": 1.0}, None, "'os.system', which is no torch.optim"),
+        ("torch.optim.LBFGS", {"lr": 1.0}, None, "cannot take a step over dense gradients without a closure"),
+        ("torch.optim.SparseAdam", {"lr": 1.0}, None, "cannot take a step over dense gradients"),
+        (ADAMW, {"lr": 1.0, "foreach": True, "fused": True}, None, "kwargs do not fit"),
+        (ADAMW, {"lr": 1.0}, [{"name": f"{SCHEDULES}.StepLR", "kwargs": {"step_size": 0}}], "cannot take a step"),
+        (ADAMW, {"lr": 1.0}, [{"name": f"{SCHEDULES}.StepLR", "kwargs": {"stepsize": 1}}], "kwargs do not fit"),
+        (ADAMW, {"lr": 1.0}, [{"name": f"{SCHEDULES}.ReduceLROnPlateau"}], "cannot take a step"),
+        (ADAMW, {"lr": 1.0}, [{"name": "collections.Counter"}], "'collections.Counter', which is no torch.optim"),
+    ],
+)
+def test_what_the_trainer_cannot_drive_is_found_before_a_run(name, kwargs, parts, message):
+    with pytest.raises(UserError, match=message):
+        rehearse(name, kwargs, parts)
+
+
+def test_a_rehearsal_lets_usual_choices_pass():
+    warm_up = {"name": f"{SCHEDULES}.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 2}}
+    stairs = {"name": f"{SCHEDULES}.StepLR", "kwargs": {"step_size": 3}}
+    rehearse(ADAMW, {"lr": 1.0, "betas": [0.9, 0.95], "foreach": None}, [warm_up, stairs, {"milestones": [2]}])
+    rehearse("torch.optim.SGD", {"lr": 1.0, "momentum": 0.9}, None)
