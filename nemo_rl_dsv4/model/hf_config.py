@@ -8,7 +8,8 @@ window layers use `rope_theta` without YaRN, compressed layers `compress_rope_th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,6 +145,8 @@ def config_problems(config: Mapping[str, Any], *, for_training: bool = True) -> 
             wanted = "true or false" if kind is bool else "text" if kind is str else "a number"
             found.append(f"{key} is {value!r}; wanted {wanted}, or leave the key out for the default")
 
+    found += [f"{key} is {value}; wanted a finite number" for key, value in _not_finite(config)]
+
     def usable(*keys: str) -> bool:
         return not any(key in wrong for key in keys)
 
@@ -187,6 +190,18 @@ def validate_config(config: Mapping[str, Any], *, for_training: bool = True) -> 
     problems = config_problems(config, for_training=for_training)
     if problems:
         raise UserError("\n".join(problems))
+
+
+def _not_finite(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Key path and value of each NaN or infinity, which Python's JSON reads though JSON has neither."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _not_finite(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _not_finite(inner, f"{key}[{number}]")
 
 
 def _is_whole(value: Any) -> bool:

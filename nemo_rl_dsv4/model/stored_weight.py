@@ -13,7 +13,7 @@ import torch
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model import exact_decode
 from nemo_rl_dsv4.numerics import Quantized, QuantSpec, dequantize
-from nemo_rl_dsv4.numerics.formats import FORMATS, MIN_SCALE, e8m0_bytes_to_scale, is_power_of_two
+from nemo_rl_dsv4.numerics.formats import FORMATS, MIN_SCALE, decode, e8m0_bytes_to_scale, is_power_of_two, unpack_e2m1
 
 FP8_SPEC = QuantSpec(fmt="e4m3fn", block=(128, 128), scale="ue8m0")
 FP4_SPEC = QuantSpec(fmt="e2m1", block=(1, 32), scale="ue8m0")
@@ -35,6 +35,11 @@ def is_quantized(dtype: torch.dtype) -> bool:
 def scale_name(weight_name: str) -> str:
     """Official name of a weight's scale: `.scale` beside `.weight`."""
     return weight_name.removesuffix(".weight") + ".scale"
+
+
+def scale_rows(dtype: torch.dtype) -> int:
+    """Rows of a quantized weight of this dtype that share a row of scales."""
+    return _SPEC_OF_DTYPE[dtype].block[0]
 
 
 def scale_grid(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
@@ -110,6 +115,38 @@ def check_codes(name: str, data: torch.Tensor) -> None:
         nan = data.view(torch.uint8) == code
         if bool(nan.any()):
             raise UserError(f"{name}{nan.nonzero()[0].tolist()} is NaN (code {code:#04x}); the weight is damaged")
+
+
+def check_range(name: str, data: torch.Tensor, scale: torch.Tensor) -> None:
+    """Refuse values beyond the largest finite BF16: `decode_weight` saturates there, engines get infinities.
+
+    Args:
+        name: of the weight, for messages.
+        data: as stored, without NaN codes, [rows, in] or [rows, in/2]; the first row begins a block.
+        scale: float32, decoded, of the same rows.
+
+    Raises:
+        UserError: names the first such element.
+    """
+    spec = _SPEC_OF_DTYPE[data.dtype]
+    limit = torch.finfo(torch.bfloat16).max
+    if not data.numel() or float(scale.max()) * FORMATS[spec.fmt].max_value <= limit:
+        return
+    for first in range(0, data.shape[0], 128):
+        codes = data[first : first + 128]
+        packed = spec.fmt == "e2m1"
+        values = decode(unpack_e2m1(codes), spec.fmt) if packed else codes.float()
+        blocks = scale[first // spec.block[0] : -(-(first + codes.shape[0]) // spec.block[0])].double()
+        factors = blocks.repeat_interleave(spec.block[0], 0).repeat_interleave(spec.block[1], 1)
+        product = values.double() * factors[: values.shape[0], : values.shape[1]]
+        beyond = product.abs() > limit
+        if bool(beyond.any()):
+            row, column = beyond.nonzero()[0].tolist()
+            raise UserError(
+                f"{name}[{first + row}, {column}] is {float(product[row, column]):.4g}, code times a scale of "
+                f"{float(factors[row, column]):.4g}; wanted at most {limit:.4g}, the largest finite BF16: the scale is "
+                "damaged"
+            )
 
 
 def require_finite(name: str, tensor: torch.Tensor) -> None:

@@ -13,12 +13,14 @@ from nemo_rl_dsv4.model.checkpoint.problems import Problem
 from nemo_rl_dsv4.model.safetensors_file import ShardReader, StoredTensor
 from nemo_rl_dsv4.model.stored_weight import (
     check_codes,
+    check_range,
     decode_scale,
     decode_weight,
     is_quantized,
     require_finite,
     require_table,
     scale_name,
+    scale_rows,
 )
 
 MAX_PIECE_BYTES = 32 * 2**20
@@ -75,16 +77,30 @@ def check_values(
     experts: int,
     rows: tuple[int, int] | None = None,
 ) -> None:
-    """Make the checks of `decode_tensor` without decoding.
+    """Make the checks of `decode_tensor` without decoding, and refuse values that BF16 cannot hold.
+
+    Args:
+        tensor: where `data`, all of it or some of its rows, comes from.
+        data: as stored.
+        scale: as stored, of the whole tensor; all of it is checked with the first rows.
+        power_of_two: refuse scales that are not powers of two.
+        experts: number of routed experts.
+        rows: which rows `data` is, beginning at a multiple of 128; None for all.
 
     Raises:
-        UserError: as `decode_tensor`.
+        UserError: as `decode_tensor`, or a product of code and scale beyond the finite numbers of BF16.
     """
     where = _place(tensor, rows)
     if is_quantized(data.dtype):
         check_codes(where, data)
         if scale is not None:
-            decode_scale(scale, name=f"{tensor.path}: {scale_name(tensor.name)}", power_of_two=power_of_two)
+            first = rows[0] if rows else 0
+            name = f"{tensor.path}: {scale_name(tensor.name)}"
+            if first == 0:
+                decode_scale(scale, name=name, power_of_two=power_of_two)
+            block = scale_rows(data.dtype)
+            part = scale[first // block : -(-(first + data.shape[0]) // block)]
+            check_range(where, data, decode_scale(part, name=name, power_of_two=power_of_two))
     elif stored_kind(tensor.name, tensor.dtype) == "integer":
         require_table(where, data, experts)
     else:
@@ -122,12 +138,12 @@ def deep_problems(checked: CheckedCheckpoint, advance: Callable[[int], None] = l
                 continue
             try:
                 stored = None if scale is None else reader.read(scale)
-                for number, rows in enumerate(row_pieces(tensor)):
+                for rows in row_pieces(tensor):
                     data = reader.read(tensor, rows) if tensor.shape else reader.read(tensor)
                     check_values(
                         tensor,
                         data,
-                        stored if number == 0 else None,
+                        stored,
                         power_of_two=checked.power_of_two,
                         experts=checked.config["n_routed_experts"],
                         rows=rows,

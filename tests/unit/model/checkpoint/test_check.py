@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nemo_rl_dsv4.cli.main import main
 from nemo_rl_dsv4.errors import UserError
@@ -91,6 +92,45 @@ def test_deep_names_wrong_values(folder: Path, name: str, change: Any, message: 
     assert (problem.file, problem.tensor) == (shard.name, name)
     with pytest.raises(UserError, match=message):
         raise UserError(problem.message)
+
+
+@pytest.mark.parametrize(("module", "code"), [(EXPERT, 0x17), (WQ_A, 0x48)])
+def test_deep_names_values_beyond_bfloat16(folder: Path, module: str, code: int) -> None:
+    """A scale byte of 254 (2^127) is a power of two and passed, but times a code of 2 or more it is an infinity."""
+    edit_tensor(folder, f"{module}.scale", byte(254))
+    shard = edit_tensor(folder, f"{module}.weight", byte(code))  # FP4 6 and 0.5, FP8 4.0
+    (problem,) = deep_problems(check_checkpoint(folder))
+    assert (problem.file, problem.tensor) == (shard.name, f"{module}.weight")
+    assert f"{module}.weight[0, 0] is " in problem.message and "code times a scale of 1.701e+38" in problem.message
+
+
+def test_a_large_scale_of_small_codes_is_no_problem(folder: Path) -> None:
+    """2^127 times 1 is a number; a later piece of rows is checked against its own scales."""
+    edit_tensor(folder, f"{EXPERT}.scale", byte(254))
+    edit_tensor(folder, f"{EXPERT}.weight", lambda w: w.fill_(0x22))  # 1.0
+    assert deep_problems(check_checkpoint(folder)) == []
+    last = edit_tensor(folder, f"{EXPERT}.weight", lambda w: w)
+    rows = load_file(last)[f"{EXPERT}.weight"].shape[0]
+
+    def overflow(scale: torch.Tensor) -> torch.Tensor:
+        scale.view(torch.uint8)[-1, -1] = 254
+        return scale
+
+    edit_tensor(folder, f"{EXPERT}.scale", overflow)
+    edit_tensor(folder, f"{EXPERT}.weight", lambda w: w.fill_(0x44))  # 2.0
+    edit_tensor(folder, f"{EXPERT}.scale", byte(127))
+    (problem,) = deep_problems(check_checkpoint(folder))
+    assert f"{EXPERT}.weight[{rows - 1}, " in problem.message
+
+
+def test_numbers_of_the_config_must_be_finite(folder: Path) -> None:
+    """Python's JSON reads NaN: an rms_norm_eps of NaN made a model that computes nothing else."""
+    edit_config(folder, rms_norm_eps=float("nan"), somewhere={"deep": [1.0, float("inf")]})
+    messages = [problem.message for problem in check_checkpoint(folder).problems]
+    assert messages == [
+        f"{folder}/config.json: rms_norm_eps is nan; wanted a finite number",
+        f"{folder}/config.json: somewhere.deep[1] is inf; wanted a finite number",
+    ]
 
 
 def test_a_missing_shard_is_one_problem(folder: Path) -> None:
