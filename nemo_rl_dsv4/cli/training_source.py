@@ -9,7 +9,7 @@ import yaml
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.grpo.checkpoint_files import INFO, MANIFEST, POLICY, last_whole_checkpoint, read_checkpoint
-from nemo_rl_dsv4.model.regular_file import require_regular
+from nemo_rl_dsv4.regular_file import require_regular
 from nemo_rl_dsv4.utils.run_folder import CONFIG_FILE, METRICS_FILE, checkpoint_folder
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_dsv4.config.nodes import child, is_plain_mapping
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.model.regular_file import require_regular
+from nemo_rl_dsv4.regular_file import require_regular
 
 OVERRIDE_MARK = "_override_"
 

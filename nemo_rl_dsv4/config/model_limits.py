@@ -14,7 +14,7 @@ from nemo_rl_dsv4.config.rules_of_values import check_stored_formats
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.hf_config import config_problems
 from nemo_rl_dsv4.model.known_models import known_config
-from nemo_rl_dsv4.model.regular_file import require_regular
+from nemo_rl_dsv4.regular_file import require_regular
 
 TINY = "tiny"
 CONFIG_OF_MODEL = "config.json of policy.model_name"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.model.regular_file import require_regular
+from nemo_rl_dsv4.regular_file import require_regular
 
 SPLITS = ("train", "validation")
 

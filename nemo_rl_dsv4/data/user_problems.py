@@ -11,7 +11,7 @@ from typing import Any
 from nemo_rl_dsv4.data.problem import Problem
 from nemo_rl_dsv4.data.spec import DatasetSpec, nearest
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.model.regular_file import require_regular
+from nemo_rl_dsv4.regular_file import require_regular
 
 FILE_NAME = "ResponseDataset"
 """NeMo-RL's name for a local file of questions and answers."""

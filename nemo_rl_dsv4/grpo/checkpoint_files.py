@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.model.regular_file import require_regular
+from nemo_rl_dsv4.regular_file import require_regular
 from nemo_rl_dsv4.utils.file_digest import sha256_of_all
 
 INFO, CONFIG, MANIFEST, POLICY = "training_info.json", "config.yaml", "manifest.json", "policy"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.model.regular_file import require_regular
+from nemo_rl_dsv4.regular_file import require_regular
 
 DTYPES = {
     "F64": torch.float64,

@@ -10,6 +10,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "nemo_rl_dsv4"
 LAYERS = (
     "errors",
+    "regular_file",
     "routes",
     "numerics",
     "model",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.checkpoint.folder import write_text
-from nemo_rl_dsv4.model.regular_file import require_regular
 from nemo_rl_dsv4.model.safetensors_file import scan_header
+from nemo_rl_dsv4.regular_file import require_regular
 
 STATE = "partial.json"
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_rl_dsv4.model.checkpoint.problems import Problem
-from nemo_rl_dsv4.model.regular_file import require_regular
 from nemo_rl_dsv4.model.safetensors_file import StoredTensor, scan_header, unique_keys
+from nemo_rl_dsv4.regular_file import require_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -9,6 +9,7 @@ ALLOWED = {
     "torch",
     "numpy",
     "nemo_rl_dsv4.errors",
+    "nemo_rl_dsv4.regular_file",
     "nemo_rl_dsv4.routes",
     "nemo_rl_dsv4.grpo",
     "nemo_rl_dsv4.utils.file_digest",

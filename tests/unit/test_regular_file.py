@@ -7,7 +7,7 @@ import pytest
 
 from nemo_rl_dsv4.config import load_config
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.model.regular_file import require_regular
+from nemo_rl_dsv4.regular_file import require_regular
 
 
 def test_only_files_and_links_to_files_pass(tmp_path: Path) -> None:
