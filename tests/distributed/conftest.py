@@ -1,4 +1,4 @@
-"""One Ray for all tests that need several processes."""
+"""One Ray for the tests of a module that need several processes; other tests start their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster():
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
