@@ -7,14 +7,10 @@ from pathlib import Path
 
 from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.config.runtime_choice import Runtime
+from nemo_rl_dsv4.generation.vllm_settings import MAKE_VLLM, VLLM_PYTHON
 
 GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
 """Devices of a machine with an NVIDIA or AMD GPU; asking torch would take seconds."""
-
-VLLM_PYTHON = ".venv-vllm/bin/python"
-"""Where vLLM's own environment is looked for."""
-MAKE_VLLM = "UV_PROJECT_ENVIRONMENT=.venv-vllm uv sync --no-default-groups --extra vllm"
-"""The command that makes it."""
 
 
 def not_implemented(config: MasterConfig, runtime: Runtime) -> list[str]:

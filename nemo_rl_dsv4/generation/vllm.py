@@ -17,6 +17,7 @@ import torch
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.engine_group import EngineGroup
+from nemo_rl_dsv4.generation.vllm_settings import MAKE_VLLM, VLLM_PYTHON
 from nemo_rl_dsv4.utils.ray_calls import get
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from nemo_rl_dsv4.generation.sampling import SamplingParams
     from nemo_rl_dsv4.generation.vllm_settings import VllmSpec
 
-VLLM_PYTHON = Path(".venv-vllm/bin/python")
-MAKE_ENVIRONMENT = "UV_PROJECT_ENVIRONMENT=.venv-vllm uv sync --no-default-groups --extra vllm"
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -77,14 +76,14 @@ def engine_python(chosen: str | None) -> str:
 
     if chosen is not None:
         if not Path(chosen).is_file():
-            raise UserError(f"policy.dsv4.vllm_python is {chosen!r}, no such file; make it with `{MAKE_ENVIRONMENT}`")
+            raise UserError(f"policy.dsv4.vllm_python is {chosen!r}, no such file; make it with `{MAKE_VLLM}`")
         return chosen
-    if VLLM_PYTHON.is_file():
-        return str(VLLM_PYTHON.absolute())
+    if Path(VLLM_PYTHON).is_file():
+        return str(Path(VLLM_PYTHON).absolute())
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             f"policy.generation.backend is vllm, but there is neither {VLLM_PYTHON} nor vllm in this environment; "
-            f"make one with `{MAKE_ENVIRONMENT}`, or name an interpreter with policy.dsv4.vllm_python"
+            f"make one with `{MAKE_VLLM}`, or name an interpreter with policy.dsv4.vllm_python"
         )
     return sys.executable
 

@@ -14,7 +14,13 @@ import torch
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.completion import Completion
 from nemo_rl_dsv4.generation.sampling import SamplingParams
-from nemo_rl_dsv4.generation.vllm_settings import VllmSpec, engine_arguments, engine_environment, engine_findings
+from nemo_rl_dsv4.generation.vllm_settings import (
+    MAKE_VLLM,
+    VllmSpec,
+    engine_arguments,
+    engine_environment,
+    engine_findings,
+)
 from nemo_rl_dsv4.numerics import get_profile
 
 SUPPORTED = ((0, 25), (0, 34))
@@ -37,8 +43,7 @@ def require_vllm() -> str:
         vllm = _vllm()
     except ImportError as error:
         raise UserError(
-            f"vLLM cannot be imported here ({error}); wanted {wanted}. Make its environment with "
-            "`UV_PROJECT_ENVIRONMENT=.venv-vllm uv sync --no-default-groups --extra vllm`"
+            f"vLLM cannot be imported here ({error}); wanted {wanted}. Make its environment with `{MAKE_VLLM}`"
         ) from error
     found = tuple(int(part) for part in vllm.__version__.split(".")[:2])
     if not SUPPORTED[0] <= found < SUPPORTED[1]:

@@ -21,6 +21,12 @@ KV_BLOCK_SIZE = 256
 WORKER_EXTENSION = "nemo_rl_dsv4.generation.vllm_worker.NumericsWorkerExtension"
 """Receives weights inside the engine's workers, and says what they compute with."""
 
+VLLM_PYTHON = ".venv-vllm/bin/python"
+"""Where vLLM's own environment is looked for."""
+
+MAKE_VLLM = "UV_PROJECT_ENVIRONMENT=.venv-vllm uv sync --no-default-groups --extra vllm"
+"""The command that makes it."""
+
 KV_DTYPES_FP8 = ("fp8", "fp8_e4m3", "fp8_ds_mla")
 
 
