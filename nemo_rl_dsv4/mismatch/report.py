@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 import html
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.mismatch.study import Study, conclusions, rows
-from nemo_rl_dsv4.utils.plots import COLORS, GRID, INK
+from nemo_rl_dsv4.utils.plots import COLORS, INK, save_png, style_axes
 from nemo_rl_dsv4.utils.report import STYLE
 from nemo_rl_dsv4.utils.run_folder import write_whole
 
@@ -64,10 +63,10 @@ def draw_study(study: Study, path: Path) -> None:
     if study.positions:
         _curve(
             axes.pop(0),
-            "Along the response",
+            "k3 along the response",
             "position in the response",
             [row["first"] for row in study.positions],
-            [("k3", [row["k3"] for row in study.positions])],
+            [row["k3"] for row in study.positions],
         )
     if study.layers:
         _curve(
@@ -75,29 +74,14 @@ def draw_study(study: Study, path: Path) -> None:
             "Hidden states, relative error",
             "layer",
             [row["layer"] for row in study.layers],
-            [("", [row["relative_error"] for row in study.layers])],
+            [row["relative_error"] for row in study.layers],
         )
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        figure.savefig(partial, format="png")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _style(axes: Axes, title: str) -> None:
-    axes.set_title(title, fontsize=10.5, color=INK, loc="left")
-    axes.tick_params(which="both", labelsize=8.5, colors=INK)
-    axes.grid(True, color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(GRID)
+    save_png(figure, path)
 
 
 def _bars(axes: Axes, study: Study) -> None:
     """One bar a trainer, widest interval and all, on a logarithmic axis; a k3 of exactly 0 has no bar."""
-    _style(axes, "k3 of rollout against trainer, 95 % interval over prompts")
+    style_axes(axes, "k3 of rollout against trainer, 95 % interval over prompts", "k3")
     entries: list[tuple[str, str, Any]] = [
         (f"{v.name}" + ("" if v.kind == "reference point" else f" ({v.kind})"), v.kind, v.mismatch.k3)
         for v in study.variants
@@ -115,18 +99,13 @@ def _bars(axes: Axes, study: Study) -> None:
     if positive:
         axes.set_xscale("log")
         axes.set_xlim(min(positive) / 3, max(k3.high for _, _, k3 in entries) * 2)
-    axes.set_xlabel("k3", fontsize=9, color=INK)
 
 
-def _curve(axes: Axes, title: str, label: str, x: list[float], lines: list[tuple[str, list[float]]]) -> None:
-    _style(axes, title)
-    for (name, values), color in zip(lines, COLORS, strict=False):
-        axes.plot(x, values, color=color, linewidth=1.8, marker="o", markersize=4, label=name or None)
-    if all(value > 0 for _, values in lines for value in values):
+def _curve(axes: Axes, title: str, label: str, x: list[float], y: list[float]) -> None:
+    style_axes(axes, title, label)
+    axes.plot(x, y, color=COLORS[0], linewidth=1.8, marker="o", markersize=4)
+    if all(value > 0 for value in y):
         axes.set_yscale("log")
-    axes.set_xlabel(label, fontsize=9, color=INK)
-    if any(name for name, _ in lines):
-        axes.legend(fontsize=8, frameon=False)
 
 
 def render_study(study: Study, picture: bytes) -> str:

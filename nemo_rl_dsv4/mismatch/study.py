@@ -78,10 +78,12 @@ def conclusions(study: Study) -> list[str]:
         said += _what_to_fix(study, everything)
     said += _replay(study, everything)
     if study.layers:
-        worst = min(study.layers, key=lambda row: row["cosine"])
+        worst = max(study.layers, key=lambda row: row["relative_error"])
         said.append(
             f"Hidden states part most after layer {int(worst['layer'])}: cosine {worst['cosine']:.6f}, relative error "
             f"{worst['relative_error']:.2e}."
+            if worst["relative_error"] > 0
+            else "Hidden states of one prefill are equal bit for bit after every layer."
         )
     return said
 
@@ -93,7 +95,7 @@ def _against_floor(everything: Variant, floor: Mismatch | None) -> list[str]:
     if limit.mean == 0.0:
         return ["The engine's decoding equals its own prefill, so all of the rest is between trainer and engine."]
     share = rest.mean / limit.mean
-    closer = "closer to the engine than the engine's two ways of computing are to each other" if share < 1 else ""
+    closer = "closer to the engine than the engine's two ways of computing are to each other" if share < 0.95 else ""
     return [
         f"The engine's decoding is {limit} from its own prefill; the aligned trainer stands at {share:.2g} times that"
         + (f": {closer}." if closer else ".")

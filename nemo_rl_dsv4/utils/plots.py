@@ -11,6 +11,7 @@ from nemo_rl_dsv4.utils.console import phase_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Record = dict[str, Any]
 INK, GRID, RAW = "#20262e", "#dde2e8", 0.3
@@ -57,12 +58,7 @@ def draw_summary(records: Sequence[Record], path: Path, title: str) -> None:
     length = [("train/mean_gen_tokens_per_sample", "mean"), ("train/max_gen_tokens_per_sample", "longest")]
     _line(axes[2, 1], records, "Response tokens", length)
     _phases(axes[2, 2], records)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        figure.savefig(partial, format="png")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    save_png(figure, path)
 
 
 def values_with_error(records: Sequence[Record], name: str, error: str) -> tuple[list[int], list[float], list[float]]:
@@ -85,18 +81,33 @@ def _error_bars(axes: Axes, records: Sequence[Record], name: str, error: str) ->
         axes.errorbar(steps, values, yerr=errors, fmt="none", ecolor=COLORS[0], elinewidth=1, capsize=2.5)
 
 
-def _style(axes: Axes, title: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
+def style_axes(axes: Axes, title: str, label: str) -> None:
+    """The look that all our pictures share; `label` names the horizontal axis."""
     axes.set_title(title, fontsize=10.5, color=INK, loc="left")
-    axes.set_xlabel("step", fontsize=9, color=INK)
+    axes.set_xlabel(label, fontsize=9, color=INK)
     axes.tick_params(which="both", labelsize=8.5, colors=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(GRID)
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a picture so that a reader sees the old one or all of the new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        figure.savefig(partial, format="png")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _over_steps(axes: Axes, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    style_axes(axes, title, "step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
 
 
 def _no_data(axes: Axes) -> None:
@@ -116,7 +127,7 @@ def _line(
     marker: str | None = None,
 ) -> None:
     """One or two metrics over steps; `smooth` adds a running mean over the raw values."""
-    _style(axes, title)
+    _over_steps(axes, title)
     drawn = False
     for (name, label), color in zip(lines, COLORS, strict=False):
         steps, values = series(records, name)
@@ -143,7 +154,7 @@ def _line(
 
 def _phases(axes: Axes, records: Sequence[Record]) -> None:
     """Seconds of each phase, stacked; small phases are added up."""
-    _style(axes, "Seconds by phase")
+    _over_steps(axes, "Seconds by phase")
     timed = [(record["step"], phase_seconds(record)) for record in records]
     timed = [(step, phases) for step, phases in timed if phases]
     if not timed:

@@ -8,7 +8,15 @@ import torch
 from nemo_rl_dsv4.cli.main import main
 from nemo_rl_dsv4.generation.sampling import SamplingParams
 from nemo_rl_dsv4.mismatch.rollout_file import load_rollout
-from nemo_rl_dsv4.mismatch.run import Model, add_noise, roll_out, start_engine, study_of
+from nemo_rl_dsv4.mismatch.run import (
+    Model,
+    add_noise,
+    build_trainer,
+    compare_layers,
+    roll_out,
+    start_engine,
+    study_of,
+)
 from nemo_rl_dsv4.mismatch.study import EVERYTHING, NOTHING
 from nemo_rl_dsv4.mismatch.trainers import trainers_of
 from nemo_rl_dsv4.numerics import get_profile
@@ -17,7 +25,7 @@ RECIPE = Path(__file__).resolve().parents[3] / "examples/configs/recipes/llm/grp
 
 
 @pytest.fixture(scope="module")
-def studied(config_once, training_once, tmp_path_factory):
+def rolled(config_once, training_once, tmp_path_factory):
     model = Model(config_once, training_once, "vllm-hopper", rows=8)
     engine = start_engine(model)
     generator = torch.Generator().manual_seed(0)
@@ -25,12 +33,18 @@ def studied(config_once, training_once, tmp_path_factory):
     path = tmp_path_factory.mktemp("rollout") / "rollout.safetensors"
     params = SamplingParams(12, stop_token_ids=(1,))
     roll_out(engine, model, prompts, responses=2, params=params, pad_id=2, seed=1).save(path)
+    return model, engine, load_rollout(path)
+
+
+@pytest.fixture(scope="module")
+def studied(rolled):
+    model, engine, rollout = rolled
     chosen = [
         trainer
         for trainer in trainers_of(get_profile("vllm-hopper"), "float32", routes=True)
         if trainer.kind in ("reference point", "replay") or (trainer.name, trainer.kind) == ("kv", "left out")
     ]
-    return study_of(model, load_rollout(path), engine=engine, trainers=chosen)
+    return study_of(model, rollout, engine=engine, trainers=chosen)
 
 
 def test_the_aligned_trainer_agrees_and_the_others_do_not(studied) -> None:
@@ -48,6 +62,14 @@ def test_floor_replay_positions_and_layers_are_measured(studied) -> None:
     assert sum(row["tokens"] for row in studied.positions) == studied.floor.tokens
     assert [row["layer"] for row in studied.layers] == list(range(len(studied.layers))) != []
     assert all(row["cosine"] > 0.99 for row in studied.layers)
+
+
+def test_hidden_states_of_a_trainer_that_rounds_nothing_drift(rolled) -> None:
+    """They are equal for the aligned one, which alone would not show that two sides are compared."""
+    model, engine, rollout = rolled
+    plain = trainers_of(get_profile("vllm-hopper"), "float32", routes=False)[0]
+    drift = [row["relative_error"] for row in compare_layers(engine, build_trainer(model, plain), rollout)]
+    assert min(drift) > 1e-4
 
 
 def test_trainers_differ_in_one_thing() -> None:
