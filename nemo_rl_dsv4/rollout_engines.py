@@ -13,8 +13,7 @@ from nemo_rl_dsv4.generation.sampling import SamplingParams
 from nemo_rl_dsv4.generation.vllm import VllmGeneration, engine_python, gpus_of_engines
 from nemo_rl_dsv4.generation.vllm_settings import engine_arguments, engine_environment
 from nemo_rl_dsv4.numerics import get_profile
-
-BYTES_PER_GIB = 1 << 30
+from nemo_rl_dsv4.refit.buckets import bucket_bytes
 
 
 def sampling_params(config: MasterConfig, tokenizer: Tokenizer) -> SamplingParams:
@@ -55,5 +54,5 @@ def start_engines(
         python=engine_python(config.policy.dsv4.vllm_python),
         environment=engine_environment(profile, engine.env_vars),
         on_progress=on_progress,
-        bucket_bytes=int((engine.refit_buffer_size_gb or 1.0) * BYTES_PER_GIB),
+        bucket_bytes=bucket_bytes(engine.refit_buffer_size_gb or 1.0),
     )

@@ -1,0 +1,67 @@
+"""vLLM engines as a group: which Python, which GPUs, where weights lie. The engines themselves run on a GPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.generation import vllm
+from nemo_rl_dsv4.generation.engine_group import EngineGroup
+from nemo_rl_dsv4.generation.sampling import SamplingParams
+
+
+def test_colocated_engines_take_consecutive_gpus() -> None:
+    assert vllm.gpus_of_engines(8, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert vllm.gpus_of_engines(1, 1) == [[0]]
+
+
+def test_python_of_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="neither .venv-vllm/bin/python nor vllm in this environment; make one with"):
+        vllm.engine_python(None)
+    with pytest.raises(UserError, match="policy.dsv4.vllm_python is 'nowhere', no such file"):
+        vllm.engine_python("nowhere")
+    own = tmp_path / ".venv-vllm" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert vllm.engine_python(None) == str(own)
+    own.unlink()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert vllm.engine_python(None) == sys.executable
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> vllm.VllmGeneration:
+    monkeypatch.setattr(vllm, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(EngineGroup, "__init__", lambda self, *args, **options: setattr(self, "actors", []))
+    return vllm.VllmGeneration(SamplingParams(1), pad_id=0, gpus=[[0]], python="python", environment={})
+
+
+def test_buckets_of_older_versions_go_once_the_new_ones_are_loaded(group, tmp_path, monkeypatch) -> None:
+    """Removed before, a load that fails would leave a restarted engine without any weights."""
+    for version in (1, 2):
+        group.bucket_folder(version).mkdir()
+    loads = []
+
+    def load(self, weights: str) -> dict[str, float]:
+        loads.append((weights, group.bucket_folder(1).is_dir()))
+        return {"bytes": 8.0}
+
+    monkeypatch.setattr(EngineGroup, "update_weights", load)
+    assert group.update_weights(group.bucket_folder(2)) == {"bytes": 8.0}
+    assert loads == [(str(group.bucket_folder(2)), True)]
+    assert [path.name for path in group.bucket_folder(2).parent.iterdir()] == ["version-2"]
+    group.shutdown()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_is_asked_where_the_gpu_is(monkeypatch) -> None:
+    """`auto` on a driver without a GPU has no answer of its own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    from nemo_rl_dsv4.numerics.devices import profile_of_device
+
+    with pytest.raises(ValueError, match="resolved on the worker that owns one"):
+        profile_of_device()
