@@ -22,6 +22,7 @@ from nemo_rl_dsv4.generation.vllm_settings import (
     engine_findings,
 )
 from nemo_rl_dsv4.numerics import get_profile
+from nemo_rl_dsv4.refit.worker_calls import call_workers
 
 SUPPORTED = ((0, 25), (0, 34))
 """First version of vLLM that is known to work, and the first that is not."""
@@ -164,9 +165,9 @@ class VllmEngine:
             UserError: the buckets are incomplete or damaged (the old weights stay), or a finding and `spec` says stop.
         """
         if not self._refit_prepared:
-            self.llm.collective_rpc("dsv4_refit_prepare", args=(self.spec.refit_checks,))
+            call_workers(self.llm, "dsv4_refit_prepare", self.spec.refit_checks)
             self._refit_prepared = True
-        reports = self.llm.collective_rpc("dsv4_refit_from_folder", args=(folder,), kwargs={"timeout": timeout})
+        reports = call_workers(self.llm, "dsv4_refit_from_folder", folder, timeout=timeout)
         self.llm.reset_prefix_cache()
         findings = [f"worker {rank}: {text}" for rank, report in enumerate(reports) for text in report["findings"]]
         if findings and self.spec.refit_on_finding == "stop":

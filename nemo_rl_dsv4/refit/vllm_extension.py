@@ -1,8 +1,8 @@
 """vLLM worker extension: refit a live DeepSeek-V4 engine, give `worker_extension_cls` this class's dotted name.
 
     LLM(model, worker_extension_cls="nemo_rl_dsv4.refit.vllm_extension.RefitWorkerExtension")
-    llm.collective_rpc("dsv4_refit_prepare")                          # once, after start
-    llm.collective_rpc("dsv4_refit_from_folder", args=(folder,))      # after each policy update
+    call_workers(llm, "dsv4_refit_prepare")                          # once, after start
+    call_workers(llm, "dsv4_refit_from_folder", folder)              # after each policy update
 
 vLLM's layerwise reload turns checkpoint tensors into kernel tensors and copies those into the storage the kernels know.
 What it leaves wrong is put right here: kernels that keep the scale objects of before (or of the reload itself), sinks
@@ -14,8 +14,10 @@ Imports nothing of AutoModel or transformers: it runs in vLLM's environment.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,14 @@ from nemo_rl_dsv4.model.official_names import expected_tensors
 from nemo_rl_dsv4.refit.live import Checks, LiveRefit
 from nemo_rl_dsv4.refit.report import Stream
 from nemo_rl_dsv4.refit.staging import StagedWeights
+from nemo_rl_dsv4.refit.transport.broadcast import BroadcastReceiver
+from nemo_rl_dsv4.refit.transport.channel import Channel, open_channel
 from nemo_rl_dsv4.refit.transport.file import read_folder
-from nemo_rl_dsv4.refit.transport.protocol import receive_staged
-from nemo_rl_dsv4.refit.transport.shared import Address, SharedReceiver
+from nemo_rl_dsv4.refit.transport.protocol import BucketReceiver, receive_staged
+from nemo_rl_dsv4.refit.transport.shared import Address, SharedReceiver, gpu_name
 from nemo_rl_dsv4.refit.vllm_layout import VllmLayout
 from nemo_rl_dsv4.refit.vllm_symbols import BROADCAST, SINKS, check_vllm
+from nemo_rl_dsv4.refit.worker_calls import Answer, call_method
 
 
 class VllmEngine:
@@ -61,6 +66,7 @@ class VllmEngine:
         rank, size = parallel.get_tensor_model_parallel_rank(), parallel.get_tensor_model_parallel_world_size()
         in_experts = worker.vllm_config.parallel_config.enable_expert_parallel
         expert_rank = parallel.get_ep_group().rank_in_group if in_experts else None
+        self.rank = rank
         self._layout = VllmLayout(self.model, self.expected, rank, size, expert_rank)
         self._derived = [m for m in self.model.modules() if isinstance(getattr(m, BROADCAST, None), torch.Tensor)]
         self._sinks = [p.data for name, p in self.model.named_parameters() if name.endswith(f".{SINKS}")]
@@ -114,6 +120,11 @@ class RefitWorkerExtension:
     """Methods that vLLM mixes into its worker, to be called by `collective_rpc`."""
 
     _dsv4_refit: LiveRefit | None = None
+    _dsv4_channel: Channel | None = None
+
+    def dsv4_answer(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
+        """Call one of the methods below for `refit.worker_calls.call_workers`."""
+        return call_method(self, method, args, kwargs)
 
     def dsv4_refit_prepare(self, checks: Checks = "sampled") -> dict[str, int]:
         """Remember where every parameter lies and who holds it; call once, before the first refit.
@@ -151,9 +162,13 @@ class RefitWorkerExtension:
         """
         refit = self._dsv4_prepared()
         staged = StagedWeights(refit.engine.expected, stage_on)  # type: ignore[attr-defined]
+        started = time.perf_counter()
         for manifest, buffer in read_folder(Path(folder), timeout=timeout):
             staged.add(manifest, buffer)
-        return refit.apply(staged, skip_repointing=skip_repointing).to_dict()
+        received = time.perf_counter() - started
+        report = refit.apply(staged, skip_repointing=skip_repointing)
+        phases = {"receive": received, **report.phases}
+        return replace(report, phases=phases, seconds=report.seconds + received).to_dict()
 
     def dsv4_refit_from_sender(
         self, socket: str, key: str, stage_on: str = "cpu", timeout: float = 600.0
@@ -169,10 +184,68 @@ class RefitWorkerExtension:
         Raises:
             UserError: see `receive_staged`; the engine then keeps its old weights.
         """
-        refit = self._dsv4_prepared()
+        return self._dsv4_receive(SharedReceiver(Address(socket, key), timeout=timeout), stage_on)
+
+    def dsv4_refit_from_senders(
+        self, addresses: Mapping[str, tuple[str, str]], stage_on: str = "cpu", timeout: float = 600.0
+    ) -> dict[str, object]:
+        """Load one refit of several `SharedSender`s, one a GPU (CUDA IPC): each worker takes that of its own GPU.
+
+        Args:
+            addresses: `gpu_name` of each sender's GPU -> its socket and key.
+            stage_on, timeout: as above.
+
+        Raises:
+            UserError: no sender on this worker's GPU; otherwise as above.
+        """
+        device = next(self._dsv4_prepared().engine.model.parameters()).device
+        own = gpu_name(device)
+        if own not in addresses:
+            raise UserError(f"refit: this worker is on GPU {own}; senders are on {sorted(addresses)}")
+        receiver = SharedReceiver(Address(*addresses[own]), timeout=timeout, device=device.index)
+        return self._dsv4_receive(receiver, stage_on)
+
+    def dsv4_refit_join(self, places: Sequence[tuple[str, int, int, int]], timeout: float = 600.0) -> None:
+        """Join the broadcast of a sender elsewhere; once, and again after a broadcast has failed.
+
+        Args:
+            places: for each worker of this engine, in tensor-parallel order: host and port of the sender's store, the
+                worker's rank in that channel (from 1), and the channel's size. Workers of one engine may have
+                different senders.
+            timeout: seconds that any wait may take.
+
+        Raises:
+            UserError: see `open_channel`.
+        """
+        host, port, rank, size = places[self._dsv4_prepared().engine.rank]  # type: ignore[attr-defined]
+        device = next(self._dsv4_prepared().engine.model.parameters()).device
+        if self._dsv4_channel is not None:
+            self._dsv4_channel.close()
+        self._dsv4_channel = None
+        self._dsv4_channel = open_channel((host, port), rank=rank, size=size, device=device, timeout=timeout)
+
+    def dsv4_refit_from_broadcast(self, version: int, stage_on: str = "cpu") -> dict[str, object]:
+        """Load one refit of a `BroadcastSender` whose channel this worker has joined.
+
+        Args:
+            version: policy version that the sender was told to send.
+            stage_on: as above.
+
+        Raises:
+            UserError: no channel; otherwise as above.
+        """
+        if self._dsv4_channel is None:
+            raise UserError("refit: call dsv4_refit_join before a refit by broadcast")
+        return self._dsv4_receive(BroadcastReceiver(self._dsv4_channel, version=version), stage_on)
+
+    def _dsv4_receive(self, receiver: BucketReceiver, stage_on: str) -> dict[str, object]:
+        refit, started = self._dsv4_prepared(), time.perf_counter()
         expected = refit.engine.expected  # type: ignore[attr-defined]
-        staged = receive_staged(SharedReceiver(Address(socket, key), timeout=timeout), expected, stage_on)
-        return refit.apply(staged).to_dict()
+        staged = receive_staged(receiver, expected, stage_on)
+        received = time.perf_counter() - started
+        report = refit.apply(staged)
+        phases = {"receive": received, **report.phases}
+        return replace(report, phases=phases, seconds=report.seconds + received).to_dict()
 
     def _dsv4_prepared(self) -> LiveRefit:
         if self._dsv4_refit is None:

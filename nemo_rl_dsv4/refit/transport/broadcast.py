@@ -1,164 +1,171 @@
 """Buckets by broadcast: one sender, any number of engines, over gloo or NCCL.
 
-The group is a torch process group with the sender as one of its ranks. Two buffers alternate: while one is on the wire
-the next bucket is packed. Afterwards all ranks agree by an all-reduce whether to commit.
+Two buffers alternate: while one is on the wire the next bucket is packed. A manifest is announced through the channel's
+store before its bytes; afterwards every engine says what it has staged, and the sender lets all commit or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.refit.buckets import numbered_buckets
 from nemo_rl_dsv4.refit.manifest import Manifest, write_bucket
 from nemo_rl_dsv4.refit.report import RefitReport, Stream, StreamTally
+from nemo_rl_dsv4.refit.transport.channel import Channel
+from nemo_rl_dsv4.refit.transport.protocol import Vote, alone, run_dry
 
-_ABORT = -1  # in place of a manifest's length
+_ABORT, _FAILED, _STAGED, _COMMIT = "abort ", "failed ", "staged ", "commit"
+
+
+def _bucket(version: int, index: int) -> str:
+    return f"refit/{version}/bucket/{index}"
+
+
+def _answer(version: int, rank: int) -> str:
+    return f"refit/{version}/answer/{rank}"
+
+
+def _verdict(version: int) -> str:
+    return f"refit/{version}/verdict"
 
 
 class BroadcastSender:
     """The policy's end.
 
     Args:
-        group: process group of this rank and all engines.
-        source: this rank's index in the group.
+        channel: rank 0 of a channel.
         capacity_bytes: size of a bucket.
-        device: where buckets are packed: "cpu" for gloo, a CUDA device for NCCL.
-        timeout: seconds a bucket may take.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        source: int = 0,
-        capacity_bytes: int,
-        device: torch.device | str = "cpu",
-        timeout: float = 600.0,
-    ) -> None:
-        self._group, self._source, self._device = group, source, torch.device(device)
-        self._capacity, self._timeout = capacity_bytes, timedelta(seconds=timeout)
-        self._buffers = [torch.empty(capacity_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    def __init__(self, channel: Channel, *, capacity_bytes: int) -> None:
+        self._channel, self._capacity = channel, capacity_bytes
+        self._buffers = [torch.empty(capacity_bytes, dtype=torch.uint8, device=channel.device) for _ in range(2)]
+        self._read: list[str] = []
 
-    def send(self, stream: Stream, *, version: int) -> RefitReport:
+    def send(self, stream: Stream, *, version: int, vote: Vote = alone) -> RefitReport:
         """Send one refit and wait until every engine has staged it.
 
+        Args:
+            stream: what `export_weights` yields. It is consumed to its end even when engines give up, since other ranks
+                take part in it.
+            version: policy version; each refit, a repeated one too, has a number of its own.
+            vote: see `Vote`, where several senders serve one set of engines.
+
         Raises:
-            UserError: an engine could not stage it (then none commits), or fell silent; or the stream raised.
+            UserError: an engine could not stage it or fell silent, or another sender's engine; then none commits. Or
+                the stream raised, or this version was sent before.
         """
-        tally, pending = StreamTally(), [None, None]
+        channel, source = self._channel, iter(stream)
+        agreed = False
         try:
-            for index, items, last in numbered_buckets(tally.watch(stream), self._capacity):
-                slot = index % 2
-                _wait(pending[slot], self._timeout)
-                manifest = write_bucket(items, self._buffers[slot], version=version, index=index, last=last)
-                items.clear()
-                text = torch.frombuffer(bytearray(manifest.to_json().encode()), dtype=torch.uint8)
-                self._broadcast(torch.tensor([text.numel(), manifest.bytes]))
-                self._broadcast(text)
-                pending[slot] = self._broadcast(self._buffers[slot][: manifest.bytes], wait=False)
-            for work in pending:
-                _wait(work, self._timeout)
-        except Exception:
+            if channel.has(_bucket(version, 0)):
+                raise UserError(f"refit: version {version} was sent before; give this refit a number of its own")
+            for key in self._read:
+                channel.forget(key)
+            report = self._send_buckets(source, version)
+            self._await_answers(report.checksum, version)
+            agreed = True
+        except Exception as error:
             with suppress(UserError):  # engines that can still be reached need not wait for their timeout
-                for work in pending:
-                    _wait(work, self._timeout)
-                self._broadcast(torch.tensor([_ABORT, 0]))
+                channel.put(_verdict(version), f"{_ABORT}{error}")
+            run_dry(source)
             raise
-        report = tally.report()
-        _agree(self._group, True, report.checksum, self._device, self._timeout)
+        finally:
+            everyone = vote(agreed)
+        if not everyone:
+            channel.put(_verdict(version), f"{_ABORT}an engine of another sender could not stage it")
+            raise UserError("refit: not committed, an engine of another sender could not stage it")
+        channel.put(_verdict(version), _COMMIT)
         return report
 
-    def _broadcast(self, tensor: torch.Tensor, *, wait: bool = True) -> Any:
-        work = dist.broadcast(tensor.to(self._device), group=self._group, group_src=self._source, async_op=True)
-        if wait:
-            _wait(work, self._timeout)
-        return work
+    def _send_buckets(self, source: Iterator[tuple[str, torch.Tensor]], version: int) -> RefitReport:
+        channel, tally, pending, index = self._channel, StreamTally(), [None, None], 0
+        self._read = [_verdict(version), *(_answer(version, rank) for rank in channel.engines)]
+        try:
+            for index, items, last in numbered_buckets(tally.watch(source), self._capacity):
+                slot = index % 2
+                channel.wait(pending[slot])
+                self._stop_if_refused(version)
+                manifest = write_bucket(items, self._buffers[slot], version=version, index=index, last=last)
+                items.clear()
+                if self._buffers[slot].is_cuda:
+                    torch.cuda.current_stream(self._buffers[slot].device).synchronize()
+                channel.put(_bucket(version, index), manifest.to_json())
+                self._read.append(_bucket(version, index))
+                pending[slot] = channel.broadcast(self._buffers[slot][: manifest.bytes])
+            for work in pending:
+                channel.wait(work)
+        except Exception as error:
+            with suppress(UserError):
+                for work in pending:
+                    channel.wait(work)
+            with suppress(UserError):
+                after = index + 1 if _bucket(version, index) in self._read else index
+                channel.put(_bucket(version, after), f"{_ABORT}{error}")
+                self._read.append(_bucket(version, after))
+            raise
+        return tally.report()
+
+    def _stop_if_refused(self, version: int) -> None:
+        for rank in self._channel.engines:
+            if self._channel.has(_answer(version, rank)):
+                self._check(self._channel.take(_answer(version, rank), f"engine {rank}"), rank, None)
+
+    def _await_answers(self, checksum: str, version: int) -> None:
+        for rank in self._channel.engines:
+            self._check(self._channel.take(_answer(version, rank), f"engine {rank}"), rank, checksum)
+
+    def _check(self, answer: str, rank: int, checksum: str | None) -> None:
+        if not answer.startswith(_STAGED):
+            raise UserError(f"refit: not committed, engine {rank} could not stage it: {answer.removeprefix(_FAILED)}")
+        if checksum is not None and answer.removeprefix(_STAGED) != checksum:
+            raise UserError(
+                f"refit: not committed, engine {rank} staged checksum {answer.removeprefix(_STAGED)}; "
+                f"{checksum} was sent"
+            )
 
 
 class BroadcastReceiver:
-    """One engine's end; serves one refit after the other. Arguments as for `BroadcastSender`."""
+    """One engine's end of one refit.
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        source: int = 0,
-        capacity_bytes: int,
-        device: torch.device | str = "cpu",
-        timeout: float = 600.0,
-    ) -> None:
-        self._group, self._source, self._device = group, source, torch.device(device)
-        self._timeout = timedelta(seconds=timeout)
-        self._buffer = torch.empty(capacity_bytes, dtype=torch.uint8, device=device)
-        self._over, self._aborted = True, False
+    Args:
+        channel: this engine's end; it serves one refit after the other.
+        version: policy version that the sender was told to send.
+    """
+
+    def __init__(self, channel: Channel, *, version: int) -> None:
+        self._channel, self._version = channel, version
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=channel.device)
+        self._next, self._over = 0, False
 
     def buckets(self) -> Iterator[tuple[Manifest, torch.Tensor]]:
         """See `BucketReceiver.buckets`."""
-        self._over = self._aborted = False
         while not self._over:
-            length, size = self._receive(torch.empty(2, dtype=torch.int64, device=self._device)).tolist()
-            if length == _ABORT:
-                self._over = self._aborted = True
-                raise UserError("refit: the sender gave up")
-            text = self._receive(torch.empty(length, dtype=torch.uint8, device=self._device))
-            manifest = Manifest.from_json(bytes(text.cpu().numpy()).decode())
-            if size > self._buffer.numel():
-                raise UserError(f"refit: a bucket of {size} bytes; this engine's buffer has {self._buffer.numel()}")
-            self._receive(self._buffer[:size])
-            self._over = manifest.last
+            text = self._channel.take(_bucket(self._version, self._next), "the sender")
+            if text.startswith(_ABORT):
+                self._over = True
+                raise UserError(f"refit: the sender gave up: {text.removeprefix(_ABORT)}")
+            manifest = Manifest.from_json(text)
+            if manifest.bytes > self._buffer.numel():
+                self._buffer = torch.empty(manifest.bytes, dtype=torch.uint8, device=self._channel.device)
+            self._channel.wait(self._channel.broadcast(self._buffer[: manifest.bytes]))
+            self._next, self._over = self._next + 1, manifest.last
             yield manifest, self._buffer
 
     def agree(self, checksum: str) -> None:
         """See `BucketReceiver.agree`."""
-        _agree(self._group, True, checksum, self._device, self._timeout)
+        self._channel.put(_answer(self._version, self._channel.rank), f"{_STAGED}{checksum}")
+        verdict = self._channel.take(_verdict(self._version), "the sender")
+        if verdict != _COMMIT:
+            raise UserError(f"refit: not committed, the sender gave up: {verdict.removeprefix(_ABORT)}")
 
     def fail(self, reason: str) -> None:
-        """Take part in what is left of the refit, so that nobody waits for this engine, and refuse it."""
-        del reason
-        if not self._over:
-            with suppress(UserError):
-                for _ in self.buckets():
-                    pass
-        if self._aborted:
-            return  # the sender does not ask for agreement
+        """Refuse the refit, and receive what the sender has announced meanwhile, so that nobody waits for this end."""
         with suppress(UserError):  # the caller has the reason
-            _agree(self._group, False, "0", self._device, self._timeout)
-
-    def _receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        work = dist.broadcast(tensor, group=self._group, group_src=self._source, async_op=True)
-        _wait(work, self._timeout)
-        return tensor
-
-
-def _agree(group: dist.ProcessGroup, good: bool, checksum: str, device: torch.device, timeout: timedelta) -> None:
-    """All ranks learn whether all are good and hold the same checksum.
-
-    Raises:
-        UserError: they do not.
-    """
-    value = int(checksum, 16) >> 1  # fits int64
-    flags = torch.tensor([int(good), value, -value], device=device)
-    _wait(dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group, async_op=True), timeout)
-    everyone, low, high = flags.tolist()
-    if not everyone:
-        raise UserError("refit: not committed, an engine could not stage it")
-    if low != -high:
-        raise UserError("refit: not committed, engines hold different checksums")
-
-
-def _wait(work: Any, timeout: timedelta) -> None:
-    if work is None:
-        return
-    try:
-        done = work.wait(timeout)
-    except RuntimeError as error:
-        raise UserError(f"refit: a broadcast failed or took over {timeout.total_seconds():g} s ({error})") from error
-    if done is False:
-        raise UserError(f"refit: a broadcast took over {timeout.total_seconds():g} s")
+            self._channel.put(_answer(self._version, self._channel.rank), f"{_FAILED}{reason}")
+            for _ in self.buckets():
+                pass

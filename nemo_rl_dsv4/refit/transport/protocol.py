@@ -6,7 +6,8 @@ them commit; if one fails or falls silent before that, none does, and every engi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -14,6 +15,23 @@ import torch
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.refit.manifest import Manifest
 from nemo_rl_dsv4.refit.staging import StagedWeights
+
+Vote = Callable[[bool], bool]
+"""Several senders can serve one set of engines, each a part of its workers (over CUDA IPC, the worker on its own GPU).
+Each sender calls its vote once a refit with whether its receivers have staged it, and lets them commit only if the vote
+returns true: every sender said so. It is a collective over the senders."""
+
+
+def alone(good: bool) -> bool:
+    """The vote of a refit with one sender."""
+    return good
+
+
+def run_dry(stream: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Consume the rest of a stream that nobody wants any more: exporting is collective, other ranks wait in it."""
+    with suppress(Exception):
+        for _ in stream:
+            pass
 
 
 class BucketReceiver(Protocol):

@@ -7,12 +7,13 @@ every receiver has given it back. All waits have a timeout.
 
 from __future__ import annotations
 
+import inspect
 import secrets
 import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
@@ -25,6 +26,9 @@ from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.refit.buckets import numbered_buckets
 from nemo_rl_dsv4.refit.manifest import Manifest, write_bucket
 from nemo_rl_dsv4.refit.report import RefitReport, Stream, StreamTally
+from nemo_rl_dsv4.refit.transport.protocol import Vote, alone, run_dry
+
+_OTHERS = "a receiver of another sender could not stage it"
 
 
 @dataclass(frozen=True)
@@ -80,38 +84,60 @@ class SharedSender:
                 self._buffers.append(buffer)
                 self._announced.append(reduce_tensor(buffer))
 
-    def send(self, stream: Stream, *, version: int) -> RefitReport:
+    def send(self, stream: Stream, *, version: int, vote: Vote = alone) -> RefitReport:
         """Send one refit to all receivers and wait until every one has staged it and been told to commit.
 
+        Args:
+            stream: what `export_weights` yields. It is consumed to its end even when receivers give up, since other
+                ranks take part in it.
+            version: policy version.
+            vote: see `Vote`, where several senders serve one set of engines.
+
         Raises:
-            UserError: a receiver did not connect, failed, or fell silent; then none commits.
+            UserError: a receiver did not connect, failed, or fell silent, here or at another sender; then none commits.
         """
-        tally, links = StreamTally(), []
+        links: list[Connection] = []
+        source, agreed = iter(stream), False
         try:
-            links = self._accept()
-            held: list[set[int]] = [set() for _ in links]
-            for index, items, last in numbered_buckets(tally.watch(stream), self._capacity):
-                slot = index % len(self._buffers)
-                self._await_slot(links, held, slot)
-                manifest = write_bucket(items, self._buffers[slot], version=version, index=index, last=last)
-                items.clear()
-                if self._buffers[slot].is_cuda:
-                    torch.cuda.synchronize(self._buffers[slot].device)
-                for link, slots in zip(links, held, strict=True):
-                    link.send(("bucket", slot, manifest.to_json()))
-                    slots.add(slot)
-            report = tally.report()
-            self._agree(links, held, report.checksum)
-            return report
+            report = self._send_buckets(source, links, version)
+            agreed = True
         except BaseException as error:
             for link in links:
                 _tell(link, ("abort", str(error)))
+            if isinstance(error, Exception):
+                run_dry(source)
             if isinstance(error, (OSError, EOFError)):
                 raise UserError(f"refit: a receiver of version {version} closed its end ({error!r})") from error
             raise
         finally:
+            everyone = vote(agreed)
             for link in links:
+                if agreed:
+                    _tell(link, ("commit", None) if everyone else ("abort", _OTHERS))
                 link.close()
+        if not everyone:
+            raise UserError(f"refit: not committed, {_OTHERS}")
+        return report
+
+    def _send_buckets(
+        self, source: Iterator[tuple[str, torch.Tensor]], links: list[Connection], version: int
+    ) -> RefitReport:
+        tally = StreamTally()
+        self._accept(links)
+        held: list[set[int]] = [set() for _ in links]
+        for index, items, last in numbered_buckets(tally.watch(source), self._capacity):
+            slot = index % len(self._buffers)
+            self._await_slot(links, held, slot)
+            manifest = write_bucket(items, self._buffers[slot], version=version, index=index, last=last)
+            items.clear()
+            if self._buffers[slot].is_cuda:
+                torch.cuda.synchronize(self._buffers[slot].device)
+            for link, slots in zip(links, held, strict=True):
+                link.send(("bucket", slot, manifest.to_json()))
+                slots.add(slot)
+        report = tally.report()
+        self._await_staged(links, held, report.checksum)
+        return report
 
     def close(self) -> None:
         """Free slots and socket."""
@@ -119,10 +145,9 @@ class SharedSender:
         self._buffers.clear()
         self._finalize()
 
-    def _accept(self) -> list[Connection]:
+    def _accept(self, links: list[Connection]) -> None:
         socket = self._listener._listener._socket  # type: ignore[attr-defined]
         socket.settimeout(self._timeout)
-        links = []
         while len(links) < self._receivers:
             try:
                 links.append(self._listener.accept())
@@ -131,7 +156,6 @@ class SharedSender:
                     f"refit: {len(links)} of {self._receivers} receivers connected within {self._timeout:g} s"
                 ) from None
             links[-1].send(("slots", self._announced))
-        return links
 
     def _await_slot(self, links: list[Connection], held: list[set[int]], slot: int) -> None:
         for number, (link, slots) in enumerate(zip(links, held, strict=True)):
@@ -141,7 +165,7 @@ class SharedSender:
                     raise UserError(f"refit: receiver {number} gave up: {value}")
                 slots.discard(value)
 
-    def _agree(self, links: list[Connection], held: list[set[int]], checksum: str) -> None:
+    def _await_staged(self, links: list[Connection], held: list[set[int]], checksum: str) -> None:
         for number, (link, slots) in enumerate(zip(links, held, strict=True)):
             for slot in list(slots):
                 self._await_slot([link], [slots], slot)
@@ -150,8 +174,6 @@ class SharedSender:
                 raise UserError(f"refit: receiver {number} gave up: {value}")
             if value != checksum:
                 raise UserError(f"refit: receiver {number} staged checksum {value}; {checksum} was sent")
-        for link in links:
-            link.send(("commit", None))
 
 
 class SharedReceiver:
@@ -160,13 +182,15 @@ class SharedReceiver:
     Args:
         address: the sender's.
         timeout: seconds without any progress after which the refit is given up.
+        device: this process's number of the sender's GPU; None takes the sender's own. They differ where each process
+            sees other GPUs.
 
     Raises:
         UserError: no sender listens there.
     """
 
-    def __init__(self, address: Address, *, timeout: float = 600.0) -> None:
-        self._timeout = timeout
+    def __init__(self, address: Address, *, timeout: float = 600.0, device: int | None = None) -> None:
+        self._timeout, self._device = timeout, device
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -224,12 +248,29 @@ class SharedReceiver:
     def _map(self, announced: list[Any]) -> None:
         for first, second in announced:
             # A path and its size, or what rebuilds a CUDA tensor of the sender, and its arguments.
-            self._slots.append(_map_file(first, second) if isinstance(first, str) else first(*second))
+            if isinstance(first, str):
+                self._slots.append(_map_file(first, second))
+            else:
+                self._slots.append(first(*_on_device(first, second, self._device)))
+
+
+def gpu_name(device: torch.device) -> str:
+    """What a GPU is called by every process of its host, whatever number each gives it; "cpu" for the CPU."""
+    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _map_file(path: str, size: int) -> torch.Tensor:
     """uint8 [size] over a file in shared memory, made if it does not exist."""
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+
+
+def _on_device(rebuild: Callable[..., torch.Tensor], arguments: tuple[Any, ...], device: int | None) -> tuple[Any, ...]:
+    """The arguments of torch's `rebuild_cuda_tensor` with this process's number of the GPU."""
+    if device is None:
+        return arguments
+    bound = inspect.signature(rebuild).bind(*arguments)
+    bound.arguments["storage_device"] = device
+    return bound.args
 
 
 def _receive(link: Connection, timeout: float, who: str) -> tuple[Any, ...]:

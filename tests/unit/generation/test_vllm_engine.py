@@ -162,12 +162,17 @@ def test_stop_strings_need_a_tokenizer(vllm) -> None:
 def test_refits_are_prepared_once_and_a_finding_stops_or_is_reported(vllm) -> None:
     calls: list[tuple[str, Any]] = []
     findings: list[str] = []
+    refused = False
 
     def rpc(method: str, args: tuple = (), kwargs: Any = None) -> list[Any]:
+        assert method == "dsv4_answer"
+        method, args, _ = args
         calls.append((method, args))
         if method != "dsv4_refit_from_folder":
-            return [{}]
-        return [{"version": 3, "findings": []}, {"version": 3, "findings": list(findings)}]
+            return [("result", {})] * 2
+        if refused:
+            return [("refused", "the transfer ended"), ("result", {"version": 3, "findings": []})]
+        return [("result", {"version": 3, "findings": []}), ("result", {"version": 3, "findings": list(findings)})]
 
     for on_finding in ("stop", "warn"):
         findings.clear()
@@ -185,3 +190,6 @@ def test_refits_are_prepared_once_and_a_finding_stops_or_is_reported(vllm) -> No
                 rollout.update_weights_from_folder("buckets")
         else:
             assert rollout.update_weights_from_folder("buckets")["findings"] == ["worker 1: norm: stale"]
+    refused = True
+    with pytest.raises(UserError, match="worker 0: the transfer ended"):
+        rollout.update_weights_from_folder("buckets")

@@ -8,13 +8,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.numerics import pack_ue8m0, scale_to_e8m0_bytes
@@ -23,7 +21,6 @@ from nemo_rl_dsv4.refit.buckets import pack_buckets
 from nemo_rl_dsv4.refit.checksum import bytes_checksum, item_checksum
 from nemo_rl_dsv4.refit.manifest import Manifest, read_bucket, write_bucket
 from nemo_rl_dsv4.refit.staging import StagedWeights
-from nemo_rl_dsv4.refit.transport.broadcast import BroadcastReceiver, BroadcastSender
 from nemo_rl_dsv4.refit.transport.file import read_folder, write_folder
 from nemo_rl_dsv4.refit.transport.protocol import receive_staged
 from nemo_rl_dsv4.refit.transport.shared import Address, SharedReceiver, SharedSender
@@ -348,81 +345,3 @@ def test_a_wrong_key_is_not_served(sender: SharedSender, stream: Items) -> None:
         sender.send(iter(stream), version=1)
     with pytest.raises((AuthenticationError, UserError, OSError, EOFError)):
         stranger.outcome()
-
-
-# --- broadcast ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> list[dist.ProcessGroup]:
-    """gloo groups of three ranks that are threads of this process: rank 0 the policy, 1 and 2 engines."""
-    store = dist.HashStore()
-    made: list[Any] = [None] * 3
-
-    def join(rank: int) -> None:
-        made[rank] = dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=20))
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return made
-
-
-@pytest.fixture
-def raw_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the module's collectives take process-group objects that no global registry knows."""
-    from types import SimpleNamespace
-
-    from nemo_rl_dsv4.refit.transport import broadcast
-
-    def broadcast_(tensor: torch.Tensor, *, group: Any, group_src: int, async_op: bool) -> Any:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = group_src, 0
-        return group.broadcast([tensor], options)
-
-    def all_reduce(tensor: torch.Tensor, *, op: Any, group: Any, async_op: bool) -> Any:
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
-        return group.allreduce([tensor], options)
-
-    fake = SimpleNamespace(broadcast=broadcast_, all_reduce=all_reduce, ReduceOp=dist.ReduceOp)
-    monkeypatch.setattr(broadcast, "dist", fake)
-
-
-@pytest.mark.usefixtures("raw_groups")
-def test_broadcast_serves_two_engines_twice_and_refuses_together(
-    groups: list[dist.ProcessGroup], stream: Items, expected: Shapes
-) -> None:
-    ends = [BroadcastReceiver(groups[rank], capacity_bytes=CAPACITY, timeout=10) for rank in (1, 2)]
-    sender = BroadcastSender(groups[0], capacity_bytes=CAPACITY, timeout=10)
-    for version in (1, 2):
-        engines = [Worker(lambda end=end: receive_staged(end, expected)) for end in ends]
-        report = sender.send(iter(stream), version=version)
-        for engine in engines:
-            staged = engine.outcome()
-            assert (staged.version, staged.checksum) == (version, report.checksum)
-            assert_same(staged, stream)
-
-    other = {**expected, "norm.weight": (64,)}
-    engines = [Worker(lambda: receive_staged(ends[0], expected)), Worker(lambda: receive_staged(ends[1], other))]
-    with pytest.raises(UserError, match="not committed, an engine could not stage it"):
-        sender.send(iter(stream), version=3)
-    for engine, message in zip(engines, ("not committed", r"norm\.weight"), strict=True):
-        with pytest.raises(UserError, match=message):
-            engine.outcome()
-
-    def broken() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from stream[:200]
-        raise UserError("is nan")
-
-    engines = [Worker(lambda end=end: receive_staged(end, expected)) for end in ends]
-    with pytest.raises(UserError, match="is nan"):
-        sender.send(broken(), version=4)
-    for engine in engines:
-        with pytest.raises(UserError, match="the sender gave up"):
-            engine.outcome()
-    engines = [Worker(lambda end=end: receive_staged(end, expected)) for end in ends]
-    sender.send(iter(stream), version=5)
-    assert [engine.outcome().version for engine in engines] == [5, 5]

@@ -19,11 +19,14 @@ from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.official_names import expected_tensors
 from nemo_rl_dsv4.numerics.packing import pack_ue8m0
 from nemo_rl_dsv4.refit import export_weights
+from nemo_rl_dsv4.refit.transport.broadcast import BroadcastSender
+from nemo_rl_dsv4.refit.transport.channel import listen, open_channel
 from nemo_rl_dsv4.refit.transport.file import write_folder
 from nemo_rl_dsv4.refit.transport.shared import SharedSender
 from nemo_rl_dsv4.refit.vllm_extension import RefitWorkerExtension
 from nemo_rl_dsv4.refit.vllm_layout import VllmLayout, kernel_scale, place_of
 from nemo_rl_dsv4.refit.vllm_symbols import check_vllm
+from nemo_rl_dsv4.refit.worker_calls import answer, call_workers, results
 
 CAPACITY = 200_000
 SKIPPED = {"_expert_map", "e_score_correction_bias"}
@@ -50,6 +53,29 @@ def weights(config: dict[str, Any], version: int) -> list[tuple[str, torch.Tenso
             state.setdefault(slot.key, torch.empty(AUTOMODEL.stack_shape(value.shape, slot, 4)))
             AUTOMODEL.view(state[slot.key], slot).copy_(value)
     return list(export_weights(state, "vllm-hopper"))
+
+
+class Beside(threading.Thread):
+    """A call beside the test."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._call = call
+        self._outcome: tuple[str, Any] | None = None
+        self.start()
+
+    def run(self) -> None:
+        self._outcome = answer(self._call)
+
+    def outcome(self) -> Any:
+        """What it returned, or raise what it raised."""
+        self.join(30)
+        assert self._outcome is not None
+        return results("call", [self._outcome])[0]
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 class StandIn:
@@ -164,6 +190,61 @@ def test_two_refits_from_a_sender_of_this_host(standin: StandIn, small: dict[str
             assert reports[0]["checksum"] == sent.checksum
     finally:
         sender.close()
+
+
+def test_two_refits_from_the_sender_on_this_gpu(standin: StandIn, small: dict[str, Any]) -> None:
+    sender = SharedSender(capacity_bytes=CAPACITY, timeout=10)
+    standin.worker.dsv4_refit_prepare("all")
+    address = (sender.address.socket, sender.address.key)
+    try:
+        with pytest.raises(UserError, match=r"this worker is on GPU cpu; senders are on \['GPU-1'\]"):
+            standin.worker.dsv4_refit_from_senders({"GPU-1": address})
+        for version in (1, 2):
+            engine = Beside(lambda: standin.worker.dsv4_refit_from_senders({"cpu": address}, timeout=10))
+            sender.send(iter(weights(small, version)), version=version)
+            report = engine.outcome()
+            assert (report["findings"], report["version"]) == ([], version)
+            assert {"receive", "load", "verify"} <= report["phases"].keys()
+    finally:
+        sender.close()
+
+
+def test_two_refits_by_broadcast_and_a_lost_sender(standin: StandIn, small: dict[str, Any]) -> None:
+    worker, store = standin.worker, listen(timeout=10)
+    worker.dsv4_refit_prepare("all")
+    with pytest.raises(UserError, match="call dsv4_refit_join before"):
+        worker.dsv4_refit_from_broadcast(1)
+    joining = Beside(lambda: worker.dsv4_refit_join([("127.0.0.1", store.port, 1, 2)], timeout=0.5))
+    sender = BroadcastSender(open_channel(store, rank=0, size=2, device="cpu", timeout=10), capacity_bytes=CAPACITY)
+    joining.outcome()
+    for version in (1, 2):
+        engine = Beside(lambda version=version: worker.dsv4_refit_from_broadcast(version))
+        sent = sender.send(iter(weights(small, version)), version=version)
+        report = engine.outcome()
+        assert (report["findings"], report["checksum"]) == ([], sent.checksum)
+    before = {name: parameter.clone() for name, parameter in standin.fake.model.named_parameters()}
+    with pytest.raises(UserError, match=r"nothing from the sender for 0\.5 s"):
+        worker.dsv4_refit_from_broadcast(3)
+    assert worker.dsv4_refit_version() == {"version": 2, "valid": True}
+    for name, parameter in standin.fake.model.named_parameters():
+        assert torch.equal(raw(parameter), raw(before[name])), name
+
+
+def test_workers_answer_all_before_one_raises(standin: StandIn) -> None:
+    """vLLM's own call raises at the first failure and leaves the other workers' answers for the next call."""
+    worker, calls = standin.worker, []
+
+    class Engine:
+        def collective_rpc(self, method: str, timeout: Any = None, args: tuple = (), kwargs: Any = None) -> list[Any]:
+            calls.append(method)
+            return [getattr(worker, method)(*args, **(kwargs or {})), ("result", 5)]
+
+    with pytest.raises(UserError, match="worker 0: refit: call dsv4_refit_prepare once"):
+        call_workers(Engine(), "dsv4_refit_from_folder", "nowhere")
+    with pytest.raises(RuntimeError, match=r"worker 0: dsv4_refit_prepare failed: TypeError: .*unexpected"):
+        call_workers(Engine(), "dsv4_refit_prepare", unexpected=1)
+    assert call_workers(Engine(), "dsv4_refit_prepare")[1] == 5
+    assert calls == ["dsv4_answer"] * 3
 
 
 def test_a_failed_load_restores_vllms_state(standin: StandIn, small: dict[str, Any], tmp_path: Path) -> None:
