@@ -97,7 +97,9 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
             spec = reference_spec if config.policy.generation.backend == "reference" else vllm_spec
             generation.build(spec(config, checkpoint))
         console.print(f"training rounds: {rounding}", highlight=False, soft_wrap=True)
-        environment = MathEnvironment(num_workers=config.env.math.num_workers)
+        environment = MathEnvironment(
+            num_workers=config.env.math.num_workers, verifier=config.env.math.math_verify_impl
+        )
         logger, store, resume_from = open_run(config, settings.checkpointing, resume)
         (logger.run_dir / INSTALL_FILE).write_text(json.dumps(group.install_report(), indent=1), encoding="utf-8")
         if resume_from is not None:

@@ -54,6 +54,8 @@ def _overview(config: MasterConfig, runtime: Runtime) -> Table:
         if config.cluster.gpus_per_node == 0
         else f"{config.cluster.num_nodes} nodes x {config.cluster.gpus_per_node} GPUs"
     )
+    if config.rollout_gpus:
+        hardware += f", {config.world_size} of them for training and {config.rollout_gpus} for rollout"
     return _two_columns(
         [
             ("model", policy.model_name),

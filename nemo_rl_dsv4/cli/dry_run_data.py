@@ -7,9 +7,20 @@ from pathlib import Path
 from nemo_rl_dsv4.config import MasterConfig
 from nemo_rl_dsv4.config.prompts import TINY, make_datasets, make_prompts, make_tokenizer
 from nemo_rl_dsv4.data.datasets import NEMO_RL_NAMES
+from nemo_rl_dsv4.data.hub_problems import HUB_SETS, is_local
 from nemo_rl_dsv4.data.tokenizer import RELEASED_NAME
 
 SHOWN_CHARACTERS = 400
+
+
+def _why_not_loaded(name: str) -> str:
+    """What a run would do that a dry run leaves, and how to have it checked."""
+    if name in HUB_SETS:
+        return (
+            f"not loaded (a run reads {HUB_SETS[name].hub_id} from HF_HOME or the hub; with data_path, a copy on this "
+            "machine, it is checked here): lengths, answers and overlap with the other set were not checked"
+        )
+    return "not loaded (read by NeMo-RL when it runs), so not checked"
 
 
 def data_rows(config: MasterConfig) -> list[tuple[str, str]]:
@@ -19,7 +30,13 @@ def data_rows(config: MasterConfig) -> list[tuple[str, str]]:
         UserError: what is on this machine cannot be used: a damaged file, an unknown dataset, a prompt too long.
     """
     sets = [section for section in (config.data.train, config.data.validation) if section is not None]
-    remote = sorted({str(section.dataset_name) for section in sets if section.dataset_name in (*NEMO_RL_NAMES, None)})
+    remote = sorted(
+        {
+            str(section.dataset_name)
+            for section in sets
+            if section.dataset_name in (*NEMO_RL_NAMES, None) or not is_local(section)
+        }
+    )
     name = config.policy.tokenizer.name
     rows = []
     tokenizer = None
@@ -29,7 +46,7 @@ def data_rows(config: MasterConfig) -> list[tuple[str, str]]:
     else:
         rows.append(("tokenizer", f"{name}: not loaded (not on this machine)"))
     if remote:
-        return [*rows, ("problems", f"{', '.join(remote)}: not loaded (downloaded when NeMo-RL runs)")]
+        return [*rows, *(("problems", f"{name}: {_why_not_loaded(name)}") for name in remote)]
     train_set, val_set = make_datasets(config)
     names = {"train": config.data.train.dataset_name}
     if config.data.validation is not None:

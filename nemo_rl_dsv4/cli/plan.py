@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         metavar="NAME",
-        help="h100, h200, b200, mi300x, mi355x, or GiB of memory; left out: policy.dsv4.gpu of the recipe",
+        help="h100, h200, b200, gb200, mi300x, mi355x, or GiB of memory; left out: policy.dsv4.gpu of the recipe",
     )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="Hydra overrides of the recipe")
 

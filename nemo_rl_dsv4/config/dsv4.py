@@ -10,10 +10,17 @@ from nemo_rl_dsv4.config.section import OpenMapping, Section
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-GpuName = Literal["h100", "h200", "b200", "mi300x", "mi355x"]
+GpuName = Literal["h100", "h200", "b200", "gb200", "mi300x", "mi355x"]
 TrainMode = Literal["bf16", "qat", "fp8"]
 ProfileName = Literal[
-    "auto", "bf16", "vllm-hopper", "vllm-blackwell", "vllm-rocm-gfx950", "vllm-rocm-gfx942", "deepseek-reference"
+    "auto",
+    "bf16",
+    "vllm-hopper",
+    "vllm-blackwell",
+    "vllm-rocm-gfx950",
+    "vllm-rocm-gfx950-bf16",
+    "vllm-rocm-gfx942",
+    "deepseek-reference",
 ]
 
 

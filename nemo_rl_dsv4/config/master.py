@@ -50,10 +50,25 @@ class MasterConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Policy processes: all GPUs of the cluster, or `policy.dsv4.cpu_processes` on CPUs."""
+        """Policy processes: `policy.dsv4.cpu_processes` on CPUs, else the cluster's GPUs less those of a rollout that
+        has its own."""
         if self.cluster.gpus_per_node == 0:
             return self.policy.dsv4.cpu_processes
-        return self.cluster.gpus_per_node * self.cluster.num_nodes
+        return self.cluster.gpus_per_node * self.cluster.num_nodes - self.rollout_gpus
+
+    @property
+    def rollout_gpus(self) -> int:
+        """GPUs that generation has for itself; 0 where it shares the policy's.
+
+        As in NeMo-RL: in a cluster of several nodes whole nodes (`resources.num_nodes`), in one node some of its GPUs
+        (`resources.gpus_per_node`).
+        """
+        colocated, cluster = self.policy.generation.colocated, self.cluster
+        if colocated.enabled or cluster.gpus_per_node == 0:
+            return 0
+        if cluster.num_nodes == 1:
+            return colocated.resources.gpus_per_node or 0
+        return (colocated.resources.num_nodes or 0) * cluster.gpus_per_node
 
     @property
     def data_parallel_size(self) -> int:

@@ -43,12 +43,15 @@ def check_model(config: MasterConfig) -> None:
 
 def check_layout(config: MasterConfig) -> None:
     """Parallel sizes divide the processes and the experts."""
+    if config.cluster.gpus_per_node and not config.policy.generation.colocated.enabled:
+        _check_own_gpus(config)
     layout, where = config.policy.dtensor_cfg, "policy.dtensor_cfg"
     world = config.world_size
+    own = " less the GPUs of policy.generation.colocated.resources" if config.rollout_gpus else ""
     world_name = (
         "policy.dsv4.cpu_processes (the number of policy processes)"
         if config.cluster.gpus_per_node == 0
-        else "cluster.gpus_per_node * cluster.num_nodes (the number of policy processes)"
+        else f"cluster.gpus_per_node * cluster.num_nodes{own} (the number of policy processes)"
     )
     require(
         layout.tensor_parallel_size == 1,
@@ -194,10 +197,33 @@ def check_rollout_layout(config: MasterConfig) -> None:
             "cluster.gpus_per_node * cluster.num_nodes",
             "change one of them",
         )
-    else:
-        resources = generation.colocated.resources
-        require(
-            resources.gpus_per_node is not None or resources.num_nodes is not None,
-            "policy.generation.colocated.enabled is false but policy.generation.colocated.resources is empty; say how "
-            "many GPUs or nodes generation gets",
-        )
+
+
+def _check_own_gpus(config: MasterConfig) -> None:
+    """A rollout with GPUs of its own: how many is said, some are left for training, and its engines fill them."""
+    where, cluster = "policy.generation.colocated.resources", config.cluster
+    resources, engine = config.policy.generation.colocated.resources, config.policy.generation.vllm_cfg
+    key = "gpus_per_node" if cluster.num_nodes == 1 else "num_nodes"
+    limit = getattr(cluster, key)
+    require(
+        config.rollout_gpus > 0,
+        f"policy.generation.colocated.enabled is false but {where}.{key} is null; with cluster.num_nodes = "
+        f"{cluster.num_nodes} it says what generation gets: set it, below cluster.{key} = {limit}",
+    )
+    require(
+        getattr(resources, key) < limit,
+        f"{where}.{key} is {getattr(resources, key)}, which leaves nothing of cluster.{key} = {limit} for training; "
+        "lower it",
+    )
+    require(
+        cluster.num_nodes == 1 or resources.gpus_per_node in (None, cluster.gpus_per_node),
+        f"{where}.gpus_per_node is {resources.gpus_per_node} but cluster.gpus_per_node is {cluster.gpus_per_node}: "
+        "with several nodes generation gets whole ones; set it to the same number, or null",
+    )
+    require_divides(
+        engine.tensor_parallel_size * engine.pipeline_parallel_size,
+        "policy.generation.vllm_cfg.tensor_parallel_size * pipeline_parallel_size",
+        config.rollout_gpus,
+        f"the number of GPUs that {where}.{key} gives generation",
+        "change one of them",
+    )

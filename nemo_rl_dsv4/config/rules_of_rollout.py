@@ -9,7 +9,7 @@ from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.config.rules import require
 from nemo_rl_dsv4.config.runtime_choice import Runtime
 from nemo_rl_dsv4.config.vllm_spec import vllm_spec
-from nemo_rl_dsv4.generation.rollout_facts import ANY_GPU, FACTS, PROFILE_OF_GPU, RolloutFacts
+from nemo_rl_dsv4.generation.rollout_facts import ANY_GPU, BF16_WEIGHTS, FACTS, PROFILE_OF_GPU, RolloutFacts
 from nemo_rl_dsv4.generation.vllm_refusals import check_variables
 from nemo_rl_dsv4.generation.vllm_settings import engine_arguments, engine_environment
 
@@ -35,7 +35,7 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
         return
     implied = PROFILE_OF_GPU.get(dsv4.gpu or "")
     require(
-        implied is None or dsv4.rollout_profile in ("auto", "bf16", implied),
+        implied is None or dsv4.rollout_profile in ("auto", "bf16", implied, implied + BF16_WEIGHTS),
         f"policy.dsv4.rollout_profile is {dsv4.rollout_profile} but policy.dsv4.gpu is {dsv4.gpu}, whose rollout is "
         f"{implied}; change one of them, or set rollout_profile to auto",
     )

@@ -17,6 +17,9 @@ from nemo_rl_dsv4.config.rules import require
 from nemo_rl_dsv4.config.runtime_choice import Runtime
 from nemo_rl_dsv4.errors import UserError
 
+ASK_FOR_AN_ANSWER_LINE = ("DAPOMath17K", "DAPOMathAIME2024")
+"""Published sets whose prompts say where the answer goes."""
+
 
 def check_algorithm(config: MasterConfig) -> None:
     """Loss, advantage and checkpoint settings fit together."""
@@ -71,6 +74,27 @@ def check_data(config: MasterConfig, runtime: Runtime) -> None:
         validates or not config.checkpointing.enabled or metric is None or not metric.startswith("val:"),
         f"checkpointing.metric_name is {metric} but validation is off; use a train: metric or null",
     )
+
+
+def check_scoring(config: MasterConfig, runtime: Runtime) -> None:
+    """The verifier reads what the prompts ask for: with the wrong one every reward is 0."""
+    if runtime != "embedded":
+        return
+    key, verifier = "env.math.math_verify_impl", config.env.math.math_verify_impl
+    for name, section in (("train", config.data.train), ("validation", config.data.validation)):
+        if section is None or section.prompt_file is not None:
+            continue
+        where = f"data.{name}.dataset_name is {section.dataset_name}"
+        require(
+            section.dataset_name not in ASK_FOR_AN_ANSWER_LINE or verifier == "dapo_math_verify",
+            f"{key} is {verifier}, which scores what is boxed, but {where}, whose prompts ask for a last line "
+            f"`Answer: ...`; set {key} to dapo_math_verify, or give data.{name}.prompt_file",
+        )
+        require(
+            section.dataset_name != "word_problems" or verifier == "hf_math_verify",
+            f"{key} is {verifier}, which scores a last line `Answer: ...`, but {where}, whose prompts ask for a box; "
+            f"set {key} to hf_math_verify",
+        )
 
 
 def check_optimizer(config: MasterConfig) -> None:

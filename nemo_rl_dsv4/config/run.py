@@ -16,7 +16,8 @@ class Dataset(Section):
     """One set of problems."""
 
     dataset_name: str | None = None
-    """`word_problems`, `reasoning_gym:<name>`, `ResponseDataset` (a JSON-lines file), or a callable's dotted path."""
+    """`word_problems`, `reasoning_gym:<name>`, `DAPOMath17K`, `DAPOMathAIME2024`, `AIME2024` or `AIME2026` (published
+    sets), `ResponseDataset` (a JSON-lines file), or a callable's dotted path."""
     size: NonNegative | None = None
     """Problems in the set; null for the set's own size."""
     seed: NonNegative | None = None
@@ -32,15 +33,15 @@ class Dataset(Section):
     kwargs: OpenMapping = {}
     """Arguments of a `reasoning_gym:<name>` generator or of a callable given by its dotted path."""
     data_path: str | None = None
-    """File of a local set."""
+    """File of a local set; of a published set: a copy on disk (.parquet, .jsonl, .json, or a folder)."""
     input_key: str | None = None
     """Field of the question."""
     output_key: str | None = None
-    """Field of the answer."""
+    """Field of the answer; dots lead into nested fields of a published set."""
     subset: str | None = None
-    """Subset of a hub set."""
+    """Subset of a published set."""
     split: str | None = None
-    """Split of a hub set."""
+    """Split of a published set."""
     split_validation_size: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     """Share of the training set held out for validation."""
     prompt_file: str | None = None
@@ -52,7 +53,7 @@ class Dataset(Section):
     env_name: str | None = None
     """Environment that scores answers."""
     download_dir: str | None = None
-    """Folder for downloads."""
+    """Folder for downloads of a published set; null for `HF_HOME`."""
 
 
 class Data(Section):
@@ -81,8 +82,9 @@ class MathEnv(Section):
 
     num_workers: Positive = 1
     """Scoring processes."""
-    math_verify_impl: Literal["hf_math_verify"] = "hf_math_verify"
-    """The verifier."""
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
+    """`hf_math_verify` scores what is boxed by value; `dapo_math_verify` the last line `Answer: ...` as text, which the
+    DAPO sets ask for."""
 
 
 class Env(Section):

@@ -6,6 +6,7 @@ import difflib
 from typing import Any
 
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.data.hub_problems import HUB_SETS
 from nemo_rl_dsv4.model.hf_config import KNOWN_KEYS
 from nemo_rl_dsv4.model.known_models import FLASH
 
@@ -25,6 +26,7 @@ UNUSED: dict[str, tuple[Any, ...]] = {
 }
 """Dotted key -> values that ask for nothing."""
 UNUSED_OF_DATASETS = ("processor", "env_name", "download_dir", "subset", "split", "split_validation_size")
+READ_BY_HUB_SETS = ("download_dir", "subset", "split")
 """The same for `data.train` and `data.validation`; null asks for nothing, and so do `math` and a math processor."""
 FIXED = {"env_name": ("math",), "processor": ("math_hf_data_processor", "math_data_processor")}
 
@@ -44,6 +46,8 @@ def unused_keys(config: MasterConfig) -> list[str]:
     for name, dataset in (("train", config.data.train), ("validation", config.data.validation)):
         for key in UNUSED_OF_DATASETS:
             value = getattr(dataset, key, None)
+            if key in READ_BY_HUB_SETS and dataset.dataset_name in HUB_SETS:
+                continue
             if value is not None and value not in FIXED.get(key, ()):
                 found.append(f"data.{name}.{key} ({_short(value)})")
     return [f"set in the recipe but without effect in the embedded runtime: {', '.join(found)}"] if found else []

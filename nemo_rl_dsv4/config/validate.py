@@ -21,6 +21,7 @@ from nemo_rl_dsv4.config.rules_of_run import (
     check_optimizer,
     check_outputs,
     check_scheduler,
+    check_scoring,
     check_trackers,
 )
 from nemo_rl_dsv4.config.rules_of_values import check_metric_names, check_values
@@ -59,6 +60,7 @@ def validate(config: MasterConfig, *, runs_here: bool = True) -> Runtime:
         check(config)
     check_rollout_engine(config, runtime)
     check_data(config, runtime)
+    check_scoring(config, runtime)
     for check in (check_optimizer, check_scheduler, check_outputs, check_algorithm):
         check(config)
     if runs_here:

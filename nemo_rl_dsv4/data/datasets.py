@@ -2,6 +2,7 @@
 
 - ``word_problems``: two-step arithmetic (module ``word_problems``);
 - ``reasoning_gym:<name>``: a reasoning-gym generator with its own scorer (module ``reasoning_gym_problems``);
+- ``DAPOMath17K``, ``DAPOMathAIME2024``, ``AIME2024``, ``AIME2026``: published sets (module ``hub_problems``);
 - ``ResponseDataset``: a JSON-lines file (module ``user_problems``);
 - ``package.module.name``: a callable that returns problems (module ``user_problems``).
 """
@@ -10,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_rl_dsv4.data.hub_problems import HUB_SETS, hub_problems
 from nemo_rl_dsv4.data.problem import Problem
 from nemo_rl_dsv4.data.reasoning_gym_problems import INSTRUCTION, PREFIX, reasoning_gym_problems
 from nemo_rl_dsv4.data.spec import DatasetSpec, Exclude, fill_template, nearest, read_spec
@@ -17,9 +19,9 @@ from nemo_rl_dsv4.data.user_problems import FILE_NAME, callable_problems, file_p
 from nemo_rl_dsv4.data.word_problems import word_problems
 from nemo_rl_dsv4.errors import UserError
 
-NAMES = ("word_problems", PREFIX + "<name>", FILE_NAME)
-NEMO_RL_NAMES = ("DAPOMath17K", "DAPOMathAIME2024", "AIME2024", "AIME2025", "OpenMathInstruct-2", "DeepScaler", "gsm8k")
-"""Built-in names of NeMo-RL that recipes use most; they download, so only its own runtime has them."""
+NAMES = ("word_problems", PREFIX + "<name>", *HUB_SETS, FILE_NAME)
+NEMO_RL_NAMES = ("AIME2025", "OpenMathInstruct-2", "DeepScaler", "gsm8k")
+"""Built-in names of NeMo-RL that recipes use and that only its own runtime has."""
 
 
 def build_dataset(section: Mapping[str, Any], split: str, seed: int, size: int | None = None) -> list[Problem]:
@@ -73,13 +75,14 @@ def _questions(spec: DatasetSpec, exclude: Exclude) -> list[Problem]:
         problems = word_problems(spec)
     elif spec.name.startswith(PREFIX):
         problems = reasoning_gym_problems(spec, exclude)
+    elif spec.name in HUB_SETS:
+        problems = hub_problems(spec)
     elif spec.name == FILE_NAME:
         problems = file_problems(spec)
     elif spec.name in NEMO_RL_NAMES:
         raise UserError(
-            f"{spec.where}.dataset_name {spec.name!r} is downloaded by NeMo-RL: run with runtime: nemo_rl, or save it "
-            "as a .jsonl "
-            f"file and use dataset_name: {FILE_NAME} with data_path"
+            f"{spec.where}.dataset_name {spec.name!r} is read by NeMo-RL alone: run with runtime: nemo_rl, or save it "
+            f"as a .jsonl file and use dataset_name: {FILE_NAME} with data_path"
         )
     elif "." in spec.name:
         problems = callable_problems(spec)

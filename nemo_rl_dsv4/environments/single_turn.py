@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nemo_rl_dsv4.data.problem import Problem
-from nemo_rl_dsv4.environments.math import MathEnvironment, last_boxed
+from nemo_rl_dsv4.environments.math import MathEnvironment
 
 
 class EnvironmentReturn(NamedTuple):
@@ -18,7 +18,7 @@ class EnvironmentReturn(NamedTuple):
         next_stop_strings: B times None.
         rewards: float32 [B].
         terminateds: float32 [B], all 1: the conversation ends after one answer.
-        answers: B texts, what each response boxed; None without a box.
+        answers: B texts, what each response gave as its answer (a box, or an answer line); None without one.
     """
 
     observations: list[dict[str, str]]
@@ -40,9 +40,11 @@ class SingleTurnEnvironment:
     def __init__(self, config: Mapping[str, Any]):
         """
         Args:
-            config: the recipe's ``env.math``: ``num_workers``.
+            config: the recipe's ``env.math``: ``num_workers``, ``math_verify_impl``.
         """
-        self.scorer = MathEnvironment(num_workers=config.get("num_workers") or 1)
+        self.scorer = MathEnvironment(
+            num_workers=config.get("num_workers") or 1, verifier=config.get("math_verify_impl") or "hf_math_verify"
+        )
 
     def score(self, problems: Sequence[Problem], responses: Sequence[str]) -> list[float]:
         """See :meth:`MathEnvironment.score`."""
@@ -68,7 +70,7 @@ class SingleTurnEnvironment:
             next_stop_strings=[None] * len(rewards),
             rewards=torch.tensor(rewards, dtype=torch.float32),
             terminateds=torch.ones(len(rewards)),
-            answers=[last_boxed(response) for response in responses],
+            answers=[self.scorer.answer_of(response) for response in responses],
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:

@@ -42,6 +42,7 @@ FACTS = {
         RolloutFacts("vllm-hopper", deep_gemm=True),
         RolloutFacts("vllm-blackwell", deep_gemm=True),
         RolloutFacts("vllm-rocm-gfx950"),
+        RolloutFacts("vllm-rocm-gfx950-bf16", quantized=False),
         RolloutFacts("vllm-rocm-gfx942"),
         RolloutFacts("deepseek-reference", deep_gemm=True),
     )
@@ -53,10 +54,13 @@ PROFILE_OF_GPU = {
     "h100": "vllm-hopper",
     "h200": "vllm-hopper",
     "b200": "vllm-blackwell",
+    "gb200": "vllm-blackwell",
     "mi355x": "vllm-rocm-gfx950",
     "mi300x": "vllm-rocm-gfx942",
 }
 """`policy.dsv4.gpu` -> the profile that `auto` resolves to there."""
+BF16_WEIGHTS = "-bf16"
+"""Ending of the profile of the same engine with BF16 weights."""
 
 
 def facts_of(profile: Named) -> RolloutFacts:

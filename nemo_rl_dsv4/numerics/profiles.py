@@ -231,6 +231,15 @@ def _vllm_rocm(fmt: str) -> dict[str, Site]:
     }
 
 
+def _bf16_weights(quantized: dict[str, Site]) -> dict[str, Site]:
+    """The same engine serving BF16 weights: products see no rounded operand, KV cache and indexer stay FP8."""
+    kept = ("kv.swa", "kv.compressed", "indexer.q", "indexer.k")
+    return {
+        name: row if name in kept else Site(None, "BF16 weights: no product is quantized")
+        for name, row in quantized.items()
+    }
+
+
 def _deepseek_reference() -> dict[str, Site]:
     source = "DeepSeek-V4-Flash inference code, function not verified"
     group = QuantSpec("e4m3fn", (1, 128), "ue8m0", amax_floor=1e-4)
@@ -280,6 +289,12 @@ PROFILES: dict[str, RolloutProfile] = {
             "vllm-rocm-gfx950",
             "vLLM 0.26.0 on MI355X (OCP FP8)",
             _vllm_rocm("e4m3fn"),
+            yarn_on_window_layers=True,
+        ),
+        RolloutProfile(
+            "vllm-rocm-gfx950-bf16",
+            "vLLM 0.26.0 on MI355X with BF16 weights; KV cache and indexer FP8",
+            _bf16_weights(_vllm_rocm("e4m3fn")),
             yarn_on_window_layers=True,
         ),
         RolloutProfile(

@@ -10,6 +10,7 @@ import torch
 
 from nemo_rl_dsv4.config import MasterConfig
 from nemo_rl_dsv4.config.topology import batch_flow, sequence_multiple
+from nemo_rl_dsv4.generation.rollout_facts import FACTS
 from nemo_rl_dsv4.model.official_names import expected_tensors
 from nemo_rl_dsv4.planning import communication as comm
 from nemo_rl_dsv4.planning import memory as mem
@@ -225,7 +226,8 @@ def _traffic(
 ) -> list[comm.Traffic]:
     node = config.cluster.gpus_per_node or config.world_size
     tokens = forward.ids_shape[0] * forward.ids_shape[1]
-    fp8 = config.policy.dsv4.rollout_profile != "bf16" and config.policy.generation.vllm_cfg.precision != "bfloat16"
+    profile = config.policy.dsv4.rollout_profile
+    fp8 = (profile == "auto" or FACTS[profile].quantized) and config.policy.generation.vllm_cfg.precision != "bfloat16"
     export = weight_bytes_per_rank(hf_config, fp8=fp8, tensor_parallel=1)
     return [
         *comm.fsdp_traffic(layout, passes, node),

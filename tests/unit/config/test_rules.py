@@ -128,7 +128,7 @@ REFUSED = {
     ),
     "own GPUs for the rollout, but none": (
         [*GPU, "policy.generation.colocated.enabled=false"],
-        "how many GPUs or nodes",
+        r"enabled is false but .*resources.gpus_per_node is null; .*below cluster.gpus_per_node = 8",
     ),
     "truncation without a bound": (
         ["loss_fn.truncated_importance_sampling_ratio=null"],

@@ -67,7 +67,7 @@ def test_training_and_validation_draw_from_disjoint_reasoning_gym_seeds(monkeypa
         ({"dataset_name": "reasoning_gym:chain_sums"}, r"no dataset 'chain_sums' \(did you mean 'chain_sum'\?\)"),
         ({"dataset_name": "word_problem"}, r"did you mean 'word_problems'"),
         ({"dataset_name": None}, "dataset_name is None"),
-        ({"dataset_name": "DAPOMath17K"}, "runtime: nemo_rl"),
+        ({"dataset_name": "gsm8k"}, "runtime: nemo_rl"),
         ({"dataset_name": CHAIN_SUM, "kwargs": {"max_term": 3}}, r"kwargs.max_term .*did you mean 'max_terms'"),
         ({"dataset_name": CHAIN_SUM, "kwargs": {"min_terms": 9}}, "refuses them"),
         ({"dataset_name": CHAIN_SUM, "kwargs": {"seed": 9}}, "write it as data.train.seed"),

@@ -16,6 +16,7 @@ def test_every_profile_answers_for_every_site() -> None:
         "vllm-hopper",
         "vllm-blackwell",
         "vllm-rocm-gfx950",
+        "vllm-rocm-gfx950-bf16",
         "vllm-rocm-gfx942",
         "deepseek-reference",
     }
@@ -34,6 +35,14 @@ def test_activation_scales_follow_the_engine_and_not_a_constant() -> None:
         assert (hopper.scale, rocm.scale) == ("ue8m0", "float32")
         assert (hopper.block, hopper.amax_floor, rocm.amax_floor) == ((1, 128), 1e-10, 1e-10)
         assert not torch.equal(fake_quant(x, hopper), fake_quant(x, rocm))
+
+
+def test_bf16_weights_on_rocm_keep_the_fp8_cache_and_indexer() -> None:
+    """The published BF16 mode on MI355X: products are not quantized, KV cache and indexer are as in the other modes."""
+    fp8, bf16 = get_profile("vllm-rocm-gfx950"), get_profile("vllm-rocm-gfx950-bf16")
+    kept = ("kv.swa", "kv.compressed", "indexer.q", "indexer.k")
+    assert [name for name in SITES if bf16.site(name) is not None] == list(kept)
+    assert all(bf16.row(name) == fp8.row(name) for name in kept) and bf16.alignment == fp8.alignment
 
 
 def test_weights_are_the_same_everywhere_vllm_runs_and_have_no_floor() -> None:
