@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,9 @@ EXAMPLE = (
     "examples (after the tiny recipe has run once and made its checkpoint):\n"
     "  nemo-rl-dsv4 mismatch --config examples/configs/recipes/llm/grpo-dsv4-tiny-1n0g-automodel-qat.yaml\n"
     "  nemo-rl-dsv4 mismatch --config RECIPE policy.precision=bfloat16 --save-rollout rollout.safetensors\n"
-    "  nemo-rl-dsv4 mismatch --config RECIPE --rollout rollout.safetensors     score what was sampled before\n\n"
+    "  nemo-rl-dsv4 mismatch --config RECIPE --rollout rollout.safetensors     score what was sampled before\n"
+    "on a GPU, with vLLM (the recipe's policy.generation.backend decides which engine rolls out):\n"
+    "  nemo-rl-dsv4 mismatch --config examples/configs/recipes/llm/grpo-dsv4-mini-1n1g-automodel-qat.yaml\n\n"
     "exit status: 0 agreed, 1 the aligned trainer is farther away than --limit and than the engine's own floor (or "
     "no finite distance), 2 bad input"
 )
@@ -55,11 +59,6 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     config = load_config(Path(options.config), options.overrides)
     validate(config, runs_here=False)
-    if config.policy.generation.backend != "reference":
-        raise UserError(
-            f"policy.generation.backend is {config.policy.generation.backend}; this version studies rollouts of the "
-            "CPU reference engine: take a recipe with backend reference"
-        )
     console = make_console(stderr=True)
     study = _study(options, config, console)
     from nemo_rl_dsv4.mismatch.report import write_study
@@ -88,22 +87,22 @@ def _study(options: argparse.Namespace, config: MasterConfig, console: Any) -> A
     import torch
 
     from nemo_rl_dsv4.config.prompts import make_datasets, make_prompts, make_tokenizer
-    from nemo_rl_dsv4.mismatch.rollout_file import Rollout, load_rollout
-    from nemo_rl_dsv4.mismatch.run import Model, add_noise, roll_out, start_engine, study_of
+    from nemo_rl_dsv4.mismatch.run import Model, add_noise, study_of
     from nemo_rl_dsv4.mismatch.trainers import trainers_of
     from nemo_rl_dsv4.model.hf_config import read_config
     from nemo_rl_dsv4.model.release_checkpoint import read_release_checkpoint
     from nemo_rl_dsv4.numerics import get_profile
-    from nemo_rl_dsv4.rollout_engines import sampling_params
     from nemo_rl_dsv4.utils.progress import progress
 
     torch.set_num_threads(1)
+    config, device = _on_this_machine(config)
     tokenizer = make_tokenizer(config)
     train_set, val_set = make_datasets(config)
     folder = options.checkpoint or _checkpoint_of(config, tokenizer)
     overrides = dict(config.policy.hf_config_overrides)
     with progress(console, f"reading {folder}"):
-        state = add_noise(read_release_checkpoint(folder, config_overrides=overrides), options.noise, config.grpo.seed)
+        state = read_release_checkpoint(folder, config_overrides=overrides)
+        state = add_noise({name: tensor.to(device) for name, tensor in state.items()}, options.noise, config.grpo.seed)
     backend = config.policy.dtensor_cfg.automodel_kwargs.backend
     model = Model(
         read_config(folder, overrides),
@@ -113,37 +112,125 @@ def _study(options: argparse.Namespace, config: MasterConfig, console: Any) -> A
         backend.model_dump(
             include={"attn", "linear", "rms_norm", "experts", "dispatcher", "rope_fusion", "gate_precision"}
         ),
+        device=device,
     )
-    engine = start_engine(model)
-    made = {"profile": model.profile, "precision": model.precision, "noise": options.noise, "checkpoint": folder.name}
-    if options.rollout is not None:
-        rollout = load_rollout(options.rollout)
-        for name, wanted in made.items():
-            if rollout.engine.get(name) != wanted:
-                raise UserError(
-                    f"{options.rollout}: sampled with {name} {rollout.engine.get(name)!r}; this command says {wanted!r}"
-                )
-    else:
-        _, prompts = make_prompts(config, tokenizer, train_set, val_set)
-        if len(prompts) < options.prompts:
-            raise UserError(f"--prompts is {options.prompts}; data.validation has {len(prompts)}")
-        with progress(console, "rolling out", options.prompts * options.responses) as advance:
-            rollout = roll_out(
-                engine,
-                model,
-                [list(prompt.token_ids) for prompt in prompts[: options.prompts]],
-                responses=options.responses,
-                params=sampling_params(config, tokenizer),
-                pad_id=tokenizer.pad_id,
-                seed=config.grpo.seed,
-                advance=advance,
+    _, prompts = make_prompts(config, tokenizer, train_set, val_set)
+    if options.rollout is None and len(prompts) < options.prompts:
+        raise UserError(f"--prompts is {options.prompts}; data.validation has {len(prompts)}")
+    sampled = _sampled_before(options, model, folder)
+    with _engine(config, model, tokenizer, folder, console, needed=sampled is None) as engine:
+        rollout = sampled or _roll_out(options, config, model, engine, tokenizer, prompts, console, folder)
+        trainers = trainers_of(
+            get_profile(model.profile),
+            model.precision,
+            routes="routed_experts" in rollout.tensors,
+            fp8=device == "cuda",
+        )
+        with progress(console, "scoring with one trainer after another", len(trainers)) as advance:
+            return study_of(model, rollout, engine=engine, trainers=trainers, advance=lambda name: advance(1, name))
+
+
+def _on_this_machine(config: MasterConfig) -> tuple[MasterConfig, str]:
+    """The recipe with its rollout profile resolved, and the device of the trainers."""
+    import torch
+
+    from nemo_rl_dsv4.numerics.devices import profile_of_device
+
+    device = "cuda" if config.cluster.gpus_per_node else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"cluster.gpus_per_node is {config.cluster.gpus_per_node}, but this machine shows no GPU; run it on one, "
+            "or take a recipe with gpus_per_node 0"
+        )
+    if config.policy.dsv4.rollout_profile == "auto":
+        dsv4 = config.policy.dsv4.model_copy(update={"rollout_profile": profile_of_device().name})
+        config = config.model_copy(update={"policy": config.policy.model_copy(update={"dsv4": dsv4})})
+    return config, device
+
+
+def _facts(options: argparse.Namespace, model: Any, folder: Path) -> dict[str, Any]:
+    """What a rollout must have been sampled with."""
+    return {
+        "profile": model.profile,
+        "precision": model.precision,
+        "noise": options.noise,
+        "checkpoint": folder.name,
+    }
+
+
+def _sampled_before(options: argparse.Namespace, model: Any, folder: Path) -> Any:
+    """The rollout of `--rollout`, if it was sampled with these weights and settings."""
+    from nemo_rl_dsv4.mismatch.rollout_file import load_rollout
+
+    if options.rollout is None:
+        return None
+    rollout = load_rollout(options.rollout)
+    for name, wanted in _facts(options, model, folder).items():
+        if rollout.engine.get(name) != wanted:
+            raise UserError(
+                f"{options.rollout}: sampled with {name} {rollout.engine.get(name)!r}; this command says {wanted!r}"
             )
-        rollout = Rollout(rollout.tensors, {**rollout.engine, **made})
-        if options.save_rollout is not None:
-            rollout.save(options.save_rollout)
-    trainers = trainers_of(get_profile(model.profile), model.precision, routes="routed_experts" in rollout.tensors)
-    with progress(console, "scoring with one trainer after another", len(trainers)) as advance:
-        return study_of(model, rollout, engine=engine, trainers=trainers, advance=lambda name: advance(1, name))
+    return rollout
+
+
+@contextmanager
+def _engine(
+    config: MasterConfig, model: Any, tokenizer: Any, folder: Path, console: Any, *, needed: bool
+) -> Iterator[Any]:
+    """The recipe's rollout engine with the model's weights; for a rollout on file None instead of a vLLM engine."""
+    from nemo_rl_dsv4.generation.vllm import VllmGeneration
+    from nemo_rl_dsv4.mismatch.engines import VllmRollout
+    from nemo_rl_dsv4.mismatch.run import exported, start_engine
+    from nemo_rl_dsv4.rollout_engines import start_engines, vllm_spec
+    from nemo_rl_dsv4.runtime import ray_cluster
+    from nemo_rl_dsv4.utils.progress import progress
+
+    if config.policy.generation.backend == "reference":
+        yield start_engine(model)
+    elif not needed:
+        yield None
+    else:
+        with ray_cluster(config):
+            generation = start_engines(config, tokenizer, lambda count: None)
+            try:
+                assert isinstance(generation, VllmGeneration)
+                with progress(console, "starting vLLM"):
+                    engine = VllmRollout(generation, vllm_spec(config, folder), exported(model))
+                yield engine
+            finally:
+                generation.shutdown()
+
+
+def _roll_out(
+    options: argparse.Namespace,
+    config: MasterConfig,
+    model: Any,
+    engine: Any,
+    tokenizer: Any,
+    prompts: Any,
+    console: Any,
+    folder: Path,
+) -> Any:
+    from nemo_rl_dsv4.mismatch.rollout_file import Rollout
+    from nemo_rl_dsv4.mismatch.run import roll_out
+    from nemo_rl_dsv4.rollout_engines import sampling_params
+    from nemo_rl_dsv4.utils.progress import progress
+
+    with progress(console, "rolling out", options.prompts * options.responses) as advance:
+        rollout = roll_out(
+            engine,
+            model,
+            [list(prompt.token_ids) for prompt in prompts[: options.prompts]],
+            responses=options.responses,
+            params=sampling_params(config, tokenizer),
+            pad_id=tokenizer.pad_id,
+            seed=config.grpo.seed,
+            advance=advance,
+        )
+    rollout = Rollout(rollout.tensors, {**rollout.engine, **_facts(options, model, folder)})
+    if options.save_rollout is not None:
+        rollout.save(options.save_rollout)
+    return rollout
 
 
 def _checkpoint_of(config: MasterConfig, tokenizer: Any) -> Path:

@@ -53,6 +53,10 @@ class VllmActor:
         """See `VllmEngine.score`."""
         return self.engine.score(sequences)
 
+    def hidden_states(self, sequences: list[list[int]]) -> list[torch.Tensor]:
+        """See `VllmEngine.hidden_states`."""
+        return self.engine.hidden_states(sequences)
+
     def sleep(self) -> None:
         """See `VllmEngine.sleep`."""
         self.engine.sleep()

@@ -155,6 +155,31 @@ class VllmEngine:
             for output, ids in zip(outputs, sequences, strict=True)
         ]
 
+    def hidden_states(self, sequences: list[list[int]]) -> list[torch.Tensor]:
+        """What each layer hands to the next in the prefill of sequences of one length.
+
+        Returns:
+            One float32 tensor [sequences, tokens, streams, hidden] a layer.
+
+        Raises:
+            UserError: the engine runs layers inside CUDA graphs, or its first layer returns something else.
+        """
+        if not self.spec.enforce_eager:
+            raise UserError(
+                "hidden states of layers can be read of an eager engine only; set "
+                "policy.generation.vllm_cfg.enforce_eager to true"
+            )
+        request = _vllm().SamplingParams(max_tokens=1, detokenize=False)
+        rows = []
+        for ids in sequences:
+            self.llm.collective_rpc("dsv4_capture_start")
+            try:
+                self.llm.generate([{"prompt_token_ids": ids}], request, use_tqdm=False)
+            finally:
+                layers = self.llm.collective_rpc("dsv4_capture_stop")[0]
+            rows.append([layer[: len(ids)] for layer in layers])
+        return [torch.stack(of_layer) for of_layer in zip(*rows, strict=True)]
+
     def update_weights_from_folder(self, folder: str, *, timeout: float = 600.0) -> dict[str, Any]:
         """Refit every worker with the buckets of a folder (`refit.transport.file.write_folder`).
 

@@ -135,3 +135,51 @@ def by_position(rollout_NT: Tensor, training_NT: Tensor, mask_NT: Tensor, *, bin
             }
         )
     return rows
+
+
+def worst_tokens(
+    ids_NS: Tensor,
+    start_N: Tensor,
+    mask_NS: Tensor,
+    *,
+    rollout: Tensor,
+    trainer: Tensor,
+    prefill: Tensor | None = None,
+    count: int = 10,
+) -> list[dict[str, float]]:
+    """The tokens whose logprobs are farthest apart, farthest first.
+
+    Args:
+        ids_NS: token ids.
+        start_N: where each response begins, so the prompt's length.
+        mask_NS: which tokens count.
+        rollout, trainer: logprobs, float [N, S].
+        prefill: the engine's own prefill of the same tokens, float [N, S].
+        count: how many at most; tokens that agree exactly are never among them.
+
+    Returns:
+        one dict a token: `sequence`, `prompt_tokens`, `position` in the response, `token`, `rollout`, `trainer` and
+        `prefill` logprobs, and the token's part `k3` of the sum over all tokens.
+    """
+    distance = torch.where(mask_NS.bool(), (rollout - trainer).abs(), 0.0)
+    values, places = distance.flatten().topk(min(count, distance.numel()))
+    found = []
+    for value, place in zip(values.tolist(), places.tolist(), strict=True):
+        if value == 0.0:
+            break
+        row, column = divmod(place, ids_NS.shape[1])
+        r, t = rollout[row, column].double(), trainer[row, column].double()
+        found.append(
+            {
+                "sequence": row,
+                "prompt_tokens": int(start_N[row]),
+                "position": column - int(start_N[row]),
+                "token": int(ids_NS[row, column]),
+                "rollout": float(r),
+                "trainer": float(t),
+                "k3": float(rollout_train_k3(t, r)),
+            }
+        )
+        if prefill is not None:
+            found[-1]["prefill"] = float(prefill[row, column])
+    return found

@@ -121,5 +121,15 @@ def render_study(study: Study, picture: bytes) -> str:
         f"</head><body><h1>{TITLE}</h1><ul>{said}</ul>"
         f'<img alt="k3 of every trainer, by position and by layer" src="data:image/png;base64,{image}">'
         f"<h2>Numbers</h2><table><tr>{heads}</tr>{body}</table>"
-        f"<h2>What was compared</h2><pre>{html.escape(about)}</pre></body></html>\n"
+        f"{_worst(study)}<h2>What was compared</h2><pre>{html.escape(about)}</pre></body></html>\n"
     )
+
+
+def _worst(study: Study) -> str:
+    """The tokens that are farthest apart, as a table; nothing where all agree."""
+    if not study.worst:
+        return ""
+    names = list(study.worst[0])
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    body = "".join(f"<tr>{''.join(f'<td>{row[name]:.6g}</td>' for name in names)}</tr>" for row in study.worst)
+    return f"<h2>Tokens farthest apart (everything aligned)</h2><table><tr>{heads}</tr>{body}</table>"

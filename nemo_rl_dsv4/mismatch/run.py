@@ -1,12 +1,11 @@
-"""Roll out on the CPU reference engine, score with trainers that align one thing more or less, and put it together.
+"""Roll out on an engine, score with trainers that align one thing more or less, and put it together.
 
-Engine and trainers live in this process and hold the whole model: this is for models that fit one device.
+Trainers live in this process and hold the whole model: this is for models that fit one device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from nemo_rl_dsv4.generation.reference import ReferenceEngine
 from nemo_rl_dsv4.generation.sampling import SamplingParams
-from nemo_rl_dsv4.mismatch.measure import Mismatch, by_position, compare
+from nemo_rl_dsv4.mismatch.engines import CpuEngine, RolloutEngine, captured
+from nemo_rl_dsv4.mismatch.measure import Mismatch, by_position, compare, worst_tokens
 from nemo_rl_dsv4.mismatch.rollout_file import Rollout
 from nemo_rl_dsv4.mismatch.study import EVERYTHING, Study, Variant
 from nemo_rl_dsv4.mismatch.trainers import Trainer, trainers_of
@@ -42,6 +42,7 @@ class Model:
         precision: `float32` or `bfloat16`, on both sides.
         backend: AutoModel backend fields.
         rows: sequences of one forward pass.
+        device: `cpu` or `cuda`, of the trainers.
     """
 
     hf_config: Mapping[str, Any]
@@ -50,6 +51,7 @@ class Model:
     precision: str = "float32"
     backend: Mapping[str, Any] = field(default_factory=lambda: dict(CPU_BACKEND))
     rows: int = 32
+    device: str = "cpu"
 
 
 def add_noise(state: Mapping[str, Tensor], relative: float, seed: int = 0) -> dict[str, Tensor]:
@@ -61,14 +63,20 @@ def add_noise(state: Mapping[str, Tensor], relative: float, seed: int = 0) -> di
     moved = {}
     for name, value in state.items():
         if value.is_floating_point() and value.ndim >= 2 and relative > 0:
-            noise = torch.randn(value.shape, generator=generator, dtype=torch.float32)
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value.device)
             value = (value.float() + noise * (relative * value.float().std())).to(value.dtype)
         moved[name] = value
     return moved
 
 
-def start_engine(model: Model) -> ReferenceEngine:
-    """The rollout engine with the model's weights, as the refit brings them."""
+def exported(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights as a refit brings them."""
+    plain = torch.float32 if model.precision == "float32" else torch.bfloat16
+    return export_weights(model.state, model.profile, unquantized=plain)
+
+
+def start_engine(model: Model) -> CpuEngine:
+    """The CPU reference engine with the model's weights."""
     engine = ReferenceEngine(
         model.hf_config,
         get_profile(model.profile),
@@ -76,13 +84,12 @@ def start_engine(model: Model) -> ReferenceEngine:
         capture_routes=True,
         dtype=resolve_dtype(model.precision),
     )
-    plain = torch.float32 if model.precision == "float32" else torch.bfloat16
-    engine.update_weights(export_weights(model.state, model.profile, unquantized=plain))
-    return engine
+    engine.update_weights(exported(model))
+    return CpuEngine(engine, model.rows)
 
 
 def roll_out(
-    engine: ReferenceEngine,
+    engine: RolloutEngine,
     model: Model,
     prompts: Sequence[Sequence[int]],
     *,
@@ -106,8 +113,9 @@ def roll_out(
     """
     repeated = [list(prompt) for prompt in prompts for _ in range(responses)]
     done = []
-    for start in range(0, len(repeated), model.rows):
-        part = repeated[start : start + model.rows]
+    share = engine.rows or len(repeated)
+    for start in range(0, len(repeated), share):
+        part = repeated[start : start + share]
         ids = list(range(start, start + len(part)))
         done += engine.generate(part, params, seed=seed, request_ids=ids)
         advance(len(part))
@@ -127,11 +135,11 @@ def roll_out(
             "lengths": lengths,
             "logprobs": logprobs,
             "prompt": torch.arange(len(prompts)).repeat_interleave(responses),
-            "prefill_logprobs": torch.cat([engine.score(part) for part in input_ids.split(model.rows)]),
+            "prefill_logprobs": engine.score(input_ids, lengths),
             ROUTED_EXPERTS: pack_routes([c.routed_experts for c in done], lengths.tolist(), width),
         },
         {
-            "engine": "CPU reference engine",
+            "engine": engine.name,
             "profile": model.profile,
             "precision": model.precision,
             "temperature": params.temperature,
@@ -152,6 +160,7 @@ def build_trainer(model: Model, trainer: Trainer) -> PolicyWorker:
             sizes=ParallelSizes(1),
             profile=model.profile,
             fake_quant=trainer.fake_quant,
+            fp8=trainer.fp8,
             alignment=trainer.alignment,
             precision=model.precision,
             backend=model.backend,
@@ -159,6 +168,7 @@ def build_trainer(model: Model, trainer: Trainer) -> PolicyWorker:
             logprob_batch_size=model.rows,
             optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": 0.0}},
             router=RouterMode.REPLAY if trainer.replay else RouterMode.OWN,
+            device=model.device,
         )
     )
     worker.model.load_state_dict(model.state)
@@ -170,7 +180,7 @@ def score(worker: PolicyWorker, rollout: Rollout, *, replay: bool) -> tuple[Tens
     data = {"input_ids": rollout.tensors["input_ids"], "input_lengths": rollout.tensors["lengths"]}
     if replay:
         data[ROUTED_EXPERTS] = rollout.tensors[ROUTED_EXPERTS]
-    logprobs = worker.get_logprobs(data)["logprobs"]
+    logprobs = worker.get_logprobs(data)["logprobs"].cpu()
     if not replay or worker.router is None:
         return logprobs, None
     return logprobs, worker.router.take_tally().metrics().get("router_overlap")
@@ -180,7 +190,7 @@ def study_of(
     model: Model,
     rollout: Rollout,
     *,
-    engine: ReferenceEngine | None = None,
+    engine: RolloutEngine | None = None,
     trainers: Sequence[Trainer] | None = None,
     advance: Callable[[str], None] = lambda name: None,
 ) -> Study:
@@ -201,8 +211,10 @@ def study_of(
 
     if trainers is None:
         routes = ROUTED_EXPERTS in rollout.tensors
-        trainers = trainers_of(get_profile(model.profile), model.precision, routes=routes)
-    variants, positions, layers = [], [], []
+        profile = get_profile(model.profile)
+        trainers = trainers_of(profile, model.precision, routes=routes, fp8=model.device == "cuda")
+    prefill = rollout.tensors.get("prefill_logprobs")
+    variants, positions, layers, worst = [], [], [], []
     for trainer in trainers:
         worker = build_trainer(model, trainer)
         t, overlap = score(worker, rollout, replay=trainer.replay)
@@ -210,10 +222,10 @@ def study_of(
         if trainer.name == EVERYTHING:
             start = rollout.tensors["prompt_lengths"]
             positions = by_position(*(_from_prompt(x, start) for x in (r, t, mask)))
+            worst = worst_tokens(rollout.tensors["input_ids"], start, mask, rollout=r, trainer=t, prefill=prefill)
             if engine is not None:
                 layers = compare_layers(engine, worker, rollout)
         advance(trainer.name)
-    prefill = rollout.tensors.get("prefill_logprobs")
     return Study(
         engine=dict(rollout.engine),
         trainer={"profile": model.profile, "precision": model.precision, "backend": dict(model.backend)},
@@ -221,6 +233,7 @@ def study_of(
         floor=None if prefill is None else against(prefill),
         positions=tuple(positions),
         layers=tuple(layers),
+        worst=tuple(worst),
     )
 
 
@@ -230,7 +243,7 @@ def _from_prompt(values_NS: Tensor, start_N: Tensor) -> Tensor:
     return values_NS.gather(1, index)
 
 
-def compare_layers(engine: ReferenceEngine, worker: PolicyWorker, rollout: Rollout) -> list[dict[str, float]]:
+def compare_layers(engine: RolloutEngine, worker: PolicyWorker, rollout: Rollout) -> list[dict[str, float]]:
     """Cosine and relative error of hidden states after each layer, of prefill on both sides.
 
     Over sequences of the most common length. Empty if the two implementations keep hidden states in different shapes.
@@ -238,12 +251,10 @@ def compare_layers(engine: ReferenceEngine, worker: PolicyWorker, rollout: Rollo
     lengths = rollout.tensors["lengths"]
     length = int(lengths.mode().values)
     ids = rollout.tensors["input_ids"][lengths == length][:LAYER_ROWS, :length]
-    engine_layers: Any = engine.model.model.layers
     own_layers: Any = worker.model.model.layers  # type: ignore[union-attr]
     own = list(own_layers.values()) if hasattr(own_layers, "values") else list(own_layers)
-    with _captured(list(engine_layers)) as left:
-        engine.score(ids)
-    with _captured(own) as right:
+    left = engine.hidden_states(ids)
+    with captured(own) as right:
         worker.get_logprobs({"input_ids": ids, "input_lengths": torch.full((len(ids),), length)})
     rows = []
     for number, (a, b) in enumerate(zip(left, right, strict=True)):
@@ -258,24 +269,3 @@ def compare_layers(engine: ReferenceEngine, worker: PolicyWorker, rollout: Rollo
             }
         )
     return rows
-
-
-@contextmanager
-def _captured(layers: Sequence[torch.nn.Module]) -> Iterator[list[Tensor]]:
-    """Collect the first tensor that each layer returns, in order of the layers."""
-    found: list[list[Tensor]] = [[] for _ in layers]
-    outputs: list[Tensor] = []
-
-    def keep(number: int) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            found[number].append((output[0] if isinstance(output, tuple) else output).detach().float().cpu())
-
-        return hook
-
-    handles = [layer.register_forward_hook(keep(number)) for number, layer in enumerate(layers)]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-        outputs += [torch.cat(parts) for parts in found]

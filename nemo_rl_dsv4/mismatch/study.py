@@ -29,7 +29,7 @@ class Variant:
     overlap: float | None = None
 
 
-NOTHING, EVERYTHING = "nothing aligned", "everything aligned"
+NOTHING, EVERYTHING, FP8_PRODUCTS = "nothing aligned", "everything aligned", "everything aligned, FP8 products"
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Study:
             both. None where it was not measured.
         positions: distances along the response of the fully aligned trainer.
         layers: per layer `layer`, `cosine` (mean over tokens of trainer and engine hidden states) and `relative_error`.
+        worst: the tokens at which the fully aligned trainer is farthest away; see `measure.worst_tokens`.
     """
 
     engine: dict[str, Any]
@@ -52,6 +53,7 @@ class Study:
     floor: Mismatch | None = None
     positions: tuple[dict[str, float], ...] = ()
     layers: tuple[dict[str, float], ...] = field(default=())
+    worst: tuple[dict[str, float], ...] = ()
 
     def variant(self, name: str, kind: Kind) -> Variant | None:
         """The trainer of that name and kind, if it was measured."""
@@ -77,6 +79,7 @@ def conclusions(study: Study) -> list[str]:
         said += _against_floor(everything, study.floor)
         said += _what_to_fix(study, everything)
     said += _replay(study, everything)
+    said += _few_tokens(study, everything)
     if study.layers:
         worst = max(study.layers, key=lambda row: row["relative_error"])
         said.append(
@@ -137,6 +140,21 @@ def _replay(study: Study, everything: Variant | None) -> list[str]:
         return []
     own = "" if replayed.overlap is None else f", of which it would have chosen {replayed.overlap:.2%} by itself,"
     return [f"With the rollout's experts replayed{own} k3 is {replayed.mismatch.k3}."]
+
+
+def _few_tokens(study: Study, everything: Variant | None) -> list[str]:
+    """Whether a handful of tokens makes most of the distance, and whether the engine itself parts there."""
+    if everything is None or not study.worst:
+        return []
+    whole = everything.mismatch.k3.mean * everything.mismatch.tokens
+    share = sum(row["k3"] for row in study.worst)
+    if whole <= 0 or share < 0.5 * whole:
+        return []
+    said = f"{len(study.worst)} of {everything.mismatch.tokens} tokens make {share / whole:.0%} of k3"
+    if all("prefill" in row for row in study.worst):
+        nearer = sum(abs(row["prefill"] - row["trainer"]) < abs(row["prefill"] - row["rollout"]) for row in study.worst)
+        said += f"; at {nearer} of them the engine's own prefill is nearer to the trainer than to its decoding"
+    return [said + "."]
 
 
 def rows(study: Study) -> Sequence[dict[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nemo_rl_dsv4.mismatch.study import EVERYTHING, NOTHING, Kind
+from nemo_rl_dsv4.mismatch.study import EVERYTHING, FP8_PRODUCTS, NOTHING, Kind
 from nemo_rl_dsv4.model.qat import SWITCHES as ROUNDING
 from nemo_rl_dsv4.numerics.alignment import DIFFERENCES
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
@@ -24,6 +24,7 @@ class Trainer:
         fake_quant: site group -> rounded.
         alignment: switches that do not follow the profile.
         replay: use the rollout's experts.
+        fp8: multiply in FP8 where both operands are rounded.
     """
 
     name: str
@@ -31,18 +32,21 @@ class Trainer:
     fake_quant: Mapping[str, bool]
     alignment: Mapping[str, bool] = field(default_factory=dict)
     replay: bool = False
+    fp8: bool = False
 
 
-def trainers_of(profile: RolloutProfile, precision: str, *, routes: bool) -> list[Trainer]:
+def trainers_of(profile: RolloutProfile, precision: str, *, routes: bool, fp8: bool = False) -> list[Trainer]:
     """Every trainer worth comparing for a rollout of `profile`.
 
     Args:
         profile: what the rollout rounds by.
         precision: `float32` or `bfloat16`; switches that only move BF16 casts are left out in float32.
         routes: the rollout recorded its experts.
+        fp8: the trainer's device has FP8 products.
 
     Returns:
-        Nothing aligned, everything aligned, then each site group and each switch on its own and left out, then replay.
+        Nothing aligned, everything aligned (with `fp8` also in FP8 products), then each site group and each switch on
+        its own and left out, then replay.
     """
     groups = [name for name, sites in ROUNDING.items() if any(profile.site(site) is not None for site in sites)]
     on = {row.switch for row in DIFFERENCES if profile.alignment[row.switch]}
@@ -53,6 +57,8 @@ def trainers_of(profile: RolloutProfile, precision: str, *, routes: bool) -> lis
         Trainer(NOTHING, "reference point", nothing, none),
         Trainer(EVERYTHING, "reference point", everything),
     ]
+    if fp8:
+        made.append(Trainer(FP8_PRODUCTS, "reference point", everything, fp8=True))
     for group in groups:
         needed = {ROUTING_WEIGHT: True} if group == "experts" and ROUTING_WEIGHT in none else {}
         made.append(Trainer(group, "on its own", {**nothing, group: True}, {**none, **needed}))

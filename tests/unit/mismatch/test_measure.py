@@ -1,10 +1,12 @@
 """Distances against the published fixture and hand-made cases; intervals against their definition."""
 
+import math
+
 import pytest
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.mismatch.measure import by_position, compare
+from nemo_rl_dsv4.mismatch.measure import by_position, compare, worst_tokens
 
 
 def test_fixture_of_the_metrics_table() -> None:
@@ -72,3 +74,18 @@ def test_distance_over_positions() -> None:
     rows = by_position(r, t, mask, bins=3)
     assert [(row["first"], row["last"], row["tokens"]) for row in rows] == [(0, 1, 4), (2, 3, 4), (4, 5, 4)]
     assert rows[0]["k3"] < rows[1]["k3"] < rows[2]["k3"]
+
+
+def test_worst_tokens_are_named_farthest_first() -> None:
+    ids, start = torch.tensor([[5, 6, 7, 8], [5, 9, 3, 0]]), torch.tensor([2, 1])
+    mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]).bool()
+    rollout = torch.tensor([[0.0, 0.0, -1.0, -1.0], [0.0, -3.0, -1.0, -9.0]])
+    trainer = torch.tensor([[0.0, 0.0, -1.0, -1.5], [0.0, -1.0, -1.0, 0.0]])
+    found = worst_tokens(ids, start, mask, rollout=rollout, trainer=trainer, prefill=trainer + 0.25)
+    assert [(row["sequence"], row["prompt_tokens"], row["position"], row["token"]) for row in found] == [
+        (1, 1, 0, 9),
+        (0, 2, 1, 8),
+    ]
+    assert found[0]["k3"] == pytest.approx(math.exp(2) - 1 - 2)
+    assert (found[0]["rollout"], found[0]["trainer"], found[0]["prefill"]) == (-3.0, -1.0, -0.75)
+    assert worst_tokens(ids, start, mask, rollout=rollout, trainer=rollout) == []

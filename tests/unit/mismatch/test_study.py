@@ -1,5 +1,7 @@
 """The words follow from the numbers: what to fix first, what does not matter, what is wrong."""
 
+from dataclasses import replace
+
 from nemo_rl_dsv4.mismatch.measure import Estimate, Mismatch
 from nemo_rl_dsv4.mismatch.study import EVERYTHING, NOTHING, Study, Variant, conclusions, rows
 
@@ -59,3 +61,14 @@ def test_rows_have_the_floor_last() -> None:
     table = rows(study(kv=2e-3))
     assert [row["trainer"] for row in table][-1].startswith("engine: decoding")
     assert table[1]["experts"] == "97.00%" and table[2]["kind"] == "left out"
+
+
+def test_a_few_tokens_that_make_the_distance_are_said() -> None:
+    base = study()
+    token = {"rollout": -3.0, "trainer": -1.0, "prefill": -1.1, "k3": 0.04}
+    said = conclusions(replace(base, worst=(token, {**token, "prefill": -2.9})))
+    assert said[-1] == (
+        "2 of 100 tokens make 80% of k3; at 1 of them the engine's own prefill is nearer to the trainer than to its "
+        "decoding."
+    )
+    assert conclusions(replace(base, worst=({**token, "k3": 0.001},))) == conclusions(base)
