@@ -1,16 +1,19 @@
 """BF16 weights to engine-ready FP8: speed against device copy, memory, and the same work in plain torch beside it.
 
-    python benchmarks/refit.py                       one layer of DeepSeek-V4-Flash on a GPU (25 GB)
+    python benchmarks/refit.py                       one layer of DeepSeek-V4-Flash on a GPU (about 35 GB, a minute)
     python benchmarks/refit.py --experts 8 --hidden 512 --width 256 --repeats 2      also runs on a CPU
 
 Three ways, all from a stack of BF16 experts as training holds them to FP8 stacks and scales as an engine holds them:
-  direct      export, and copy the tensors into the engine's buffers, a bucket at a time
-  buckets     export, pack into buckets with checksums, check them, copy into the engine's buffers
+  direct      quantize into a bucket, copy it to the engine's buffers, the next bucket into the same memory
+  buckets     the same with a manifest, checksums of what is sent, and a comparison with them on arrival
   plain       tensor by tensor in torch: amax, scale, divide, cast, copy
 GB/s counts the bytes of the BF16 input; copy is torch's copy_ of the same input, counted alike. Extrapolation:
   seconds = parameters * 2 bytes / GPUs / (GB/s of `buckets`)  +  parameters * 1 byte / (link GB/s)
 the first term is quantization on the GPU that holds the weights, the second every engine's whole copy of the codes over
 its link, of which `--link` GB/s is assumed, not measured.
+
+On a GPU it also says where the time goes: phases by CUDA events and on the host, kernels by torch's profiler, and the
+quantization, the copy and the checksum of one bucket alone.
 """
 
 from __future__ import annotations
@@ -19,17 +22,22 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_rl_dsv4.refit.buckets import numbered_buckets, pack_buckets
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from nemo_rl_dsv4.refit.buckets import fill_buckets, write_buckets
 from nemo_rl_dsv4.refit.export import export_weights
-from nemo_rl_dsv4.refit.manifest import read_bucket, write_bucket
+from nemo_rl_dsv4.refit.manifest import Entry, read_bucket
+from nemo_rl_dsv4.refit.placement import Placement
 
 LAYER = "model.layers.3.mlp.experts"
 FLASH_PARAMETERS = 284e9
+State = dict[str, torch.Tensor]
 
 
 class EngineBuffers:
@@ -42,16 +50,29 @@ class EngineBuffers:
 
         self.w13, self.w13_scale = stack(2 * width, hidden)
         self.w2, self.w2_scale = stack(hidden, width)
+        self._bytes = [tensor.view(torch.uint8).flatten() for tensor in self.tensors()]
+        self._places: dict[str, tuple[int, int]] = {}
+        for expert in range(experts):
+            for part, first, pieces in (("w1", 0, 2), ("w3", 1, 2), ("w2", 0, 1)):
+                for kind, which in (("weight", 0), ("scale", 1)):
+                    stack_number = which + (2 if part == "w2" else 0)
+                    size = self._bytes[stack_number].numel() // experts // pieces
+                    name = f"layers.3.ffn.experts.{expert}.{part}.{kind}"
+                    self._places[name] = stack_number, (expert * pieces + first) * size
 
-    def write_all(self, items: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy official tensors to their places: one launch for all codes and one for all scales."""
-        for codes in (True, False):
-            some = [(self.place(n), t) for n, t in items if (t.dtype != torch.float32) == codes]
-            if some:
-                targets, sources = (list(side) for side in zip(*some, strict=True))
-                if codes:
-                    targets, sources = ([t.view(torch.uint8) for t in side] for side in (targets, sources))
-                torch._foreach_copy_(targets, sources)
+    def write(self, buffer: torch.Tensor, placed: Iterable[Placement | Entry]) -> int:
+        """Copy a bucket to where the engine wants it, neighbours on both sides at once; returns the bytes."""
+        runs: list[tuple[int, int, int, int]] = []  # stack, first byte here and there, bytes
+        last, start, goal, end, aim = -1, 0, 0, 0, 0
+        for stack, target, offset, size in sorted((*self._places[p.name], p.offset, p.bytes) for p in placed):
+            if stack != last or offset != end or target != aim:
+                runs.append((last, start, goal, end - start))
+                last, start, goal = stack, offset, target
+            end, aim = offset + size, target + size
+        runs.append((last, start, goal, end - start))
+        for stack, offset, target, size in runs[1:]:
+            self._bytes[stack][target : target + size].copy_(buffer[offset : offset + size])
+        return sum(size for _, _, _, size in runs)
 
     def place(self, name: str) -> torch.Tensor:
         """View of the buffer where one official tensor belongs."""
@@ -67,28 +88,61 @@ class EngineBuffers:
         return [self.w13, self.w13_scale, self.w2, self.w2_scale]
 
 
-def direct(state: dict[str, torch.Tensor], engine: EngineBuffers, capacity: int) -> int:
+class Phases:
+    """Milliseconds by phase: of the GPU between marks in its queue, and of the host between the same marks."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device == "cuda"
+        self._marks: list[tuple[str, float, Any]] = []
+
+    def mark(self, phase: str) -> None:
+        """What was done since the last mark was this phase."""
+        event = torch.cuda.Event(enable_timing=True) if self._cuda else None
+        if event is not None:
+            event.record()
+        self._marks.append((phase, time.perf_counter(), event))
+
+    def milliseconds(self) -> dict[str, dict[str, float]]:
+        if self._cuda:
+            torch.cuda.synchronize()
+        found: dict[str, dict[str, float]] = {}
+        for (_, before, first), (phase, after, second) in zip(self._marks, self._marks[1:], strict=False):
+            row = found.setdefault(phase, {"gpu": 0.0, "host": 0.0})
+            row["host"] += (after - before) * 1e3
+            row["gpu"] += first.elapsed_time(second) if first is not None else 0.0
+        return found
+
+
+def direct(state: State, engine: EngineBuffers, capacity: int, phases: Phases | None = None) -> int:
     """Returns the bytes moved to the engine."""
+    mark = phases.mark if phases else lambda _: None
+    mark("start")
+    buffer = torch.empty(capacity, dtype=torch.uint8, device=engine.w2.device)
     moved = 0
-    for items in pack_buckets(export_weights(state, "vllm-hopper"), capacity):
-        engine.write_all(items)
-        moved += sum(tensor.numel() * tensor.element_size() for _, tensor in items)
-        items.clear()
+    for bucket in fill_buckets(export_weights(state, "vllm-hopper"), lambda _: buffer):
+        mark("encode")
+        moved += engine.write(bucket.buffer, bucket.placed)
+        mark("copy to engine")
     return moved
 
 
-def buckets(state: dict[str, torch.Tensor], engine: EngineBuffers, capacity: int) -> int:
+def buckets(state: State, engine: EngineBuffers, capacity: int, phases: Phases | None = None) -> int:
+    mark = phases.mark if phases else lambda _: None
+    mark("start")
     buffer = torch.empty(capacity, dtype=torch.uint8, device=engine.w2.device)
     moved = 0
-    for index, items, last in numbered_buckets(export_weights(state, "vllm-hopper"), capacity):
-        manifest = write_bucket(items, buffer, version=1, index=index, last=last)
-        items.clear()
-        engine.write_all(list(read_bucket(manifest, buffer)))
+    for manifest, filled in write_buckets(export_weights(state, "vllm-hopper"), lambda _: buffer, version=1):
+        mark("encode and checksum")
+        for _ in read_bucket(manifest, filled):
+            pass
+        mark("compare checksums")
+        engine.write(filled, manifest.entries)
+        mark("copy to engine")
         moved += manifest.bytes
     return moved
 
 
-def plain(state: dict[str, torch.Tensor], engine: EngineBuffers, capacity: int) -> int:
+def plain(state: State, engine: EngineBuffers, capacity: int) -> int:
     """What a refit without any of this does, one official tensor after the other."""
     del capacity
     moved = 0
@@ -170,9 +224,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "gb_per_s": source / seconds / 1e9,
             "of_copy": source / seconds / 1e9 / copy,
             "extra_mib": extra / 2**20,
+            "extra_over_a_bucket_mib": (extra - capacity) / 2**20,
             "moved_over_bf16": moved / source,
             "equal": equal,
         }
+    on_gpu = explain(state, engine, capacity, copy) if device == "cuda" else {}
     rate = results["buckets"]["gb_per_s"] * 1e9
     per_gpu = FLASH_PARAMETERS * 2 / options.gpus / rate
     link = FLASH_PARAMETERS / (options.link * 1e9)
@@ -190,6 +246,92 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "link_seconds": link,
             "seconds": per_gpu + link,
         },
+        "phases_ms": {way.__name__: phases_of(way, state, engine, capacity, device) for way in (direct, buckets)},
+        **on_gpu,
+    }
+
+
+def phases_of(way: Callable[..., int], state: State, engine: EngineBuffers, capacity: int, device: str) -> Any:
+    phases = Phases(device)
+    way(state, engine, capacity, phases)
+    return phases.milliseconds()
+
+
+def explain(state: State, engine: EngineBuffers, capacity: int, copy: float) -> dict[str, Any]:
+    """Parts of the work alone, GB/s of BF16 input (or of bytes moved), and the kernels of one pass."""
+    from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL
+    from nemo_rl_dsv4.numerics import QuantSpec
+    from nemo_rl_dsv4.numerics.fused.shapes import CANDIDATES
+    from nemo_rl_dsv4.numerics.fused.stacks import quantize_stack
+    from nemo_rl_dsv4.refit.checksum import start_range_checksums
+    from nemo_rl_dsv4.refit.expert_run import ExpertRun
+
+    run = ExpertRun.of("layers.3.ffn.experts", state, AUTOMODEL, QuantSpec())
+    assert run is not None
+    count = run.fitting(capacity)
+    buffer = torch.empty(capacity, dtype=torch.uint8, device="cuda")
+    damaged = torch.zeros(1, dtype=torch.int32, device="cuda")
+    alone: dict[str, float] = {}
+
+    def rate(work: Callable[[], Any], size: float) -> float:
+        work()
+        times = []
+        for _ in range(5):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        return size / sorted(times)[2] / 1e6
+
+    for label, stack in (("w13", run.gate_up[:count]), ("w2", run.down[:count])):
+        rows, columns = stack.shape[1:]
+        codes = buffer[: stack.numel()].view(stack.shape)
+        scale = torch.empty(count, rows // 128, columns // 128, device="cuda")
+        straight = stack.transpose(1, 2).contiguous().view(stack.shape)
+        for shape in CANDIDATES["stacks"]:
+            for order, values in (("turned", stack), ("straight", straight)):
+                found = rate(lambda: quantize_stack(values, run.spec, codes, scale, damaged, shape), 2 * stack.numel())  # noqa: B023
+                alone[f"quantize {label} {order}, {shape.warps} warps{', reload' * shape.reload}"] = found
+    alone["copy of a bucket"] = rate(
+        lambda: engine._bytes[0][:capacity].copy_(buffer[: engine._bytes[0].numel()]),
+        min(capacity, engine._bytes[0].numel()),
+    )
+    placed = run.encode(0, count, buffer, 0, damaged)
+    ranges = [(p.offset, p.bytes) for p in placed]
+    alone["checksums of a bucket"] = rate(
+        lambda: start_range_checksums(buffer, ranges), sum(size for _, size in ranges)
+    )
+    start = time.perf_counter()
+    for _ in range(10):
+        run.encode(0, count, buffer, 0, damaged)
+    queued = (time.perf_counter() - start) / 10
+    torch.cuda.synchronize()
+    return {
+        "alone_gb_per_s": alone,
+        "alone_of_copy": {name: value / copy for name, value in alone.items() if name.startswith("quantize")},
+        "host_ms_to_queue_a_bucket": queued * 1e3,
+        "experts_in_a_bucket": count,
+        "kernels": {
+            way.__name__: kernels_of(lambda way=way: way(state, engine, capacity)) for way in (direct, buckets)
+        },
+    }
+
+
+def kernels_of(work: Callable[[], Any]) -> dict[str, Any]:
+    """Launches of one pass and the ten kernels that take longest, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)
+    rows = [row for row in rows if row.self_device_time_total > 0]
+    return {
+        "launches": sum(row.count for row in rows),
+        "busy_ms": sum(row.self_device_time_total for row in rows) / 1e3,
+        "longest": {row.key[:60]: [row.count, round(row.self_device_time_total / 1e3, 3)] for row in rows[:10]},
     }
 
 
@@ -213,9 +355,27 @@ def main(arguments: list[str] | None = None) -> int:
         for name, way in found["ways"].items():
             print(
                 f"{name:8s} {way['seconds'] * 1e3:8.1f} ms {way['gb_per_s']:7.0f} GB/s = {way['of_copy']:.2f} of copy, "
-                f"extra {way['extra_mib']:.0f} MiB, moved {way['moved_over_bf16']:.3f} of BF16, equal {way['equal']}"
+                f"extra {way['extra_mib']:.0f} MiB ({way['extra_over_a_bucket_mib']:+.0f} over a bucket), "
+                f"moved {way['moved_over_bf16']:.3f} of BF16, equal {way['equal']}"
             )
         print("extrapolated", json.dumps(found["extrapolated"]))
+        for way, phases in found["phases_ms"].items():
+            for phase, spent in phases.items():
+                print(
+                    f"{way:8s} {phase:24s} {spent['gpu']:8.2f} ms between marks on the GPU, "
+                    f"{spent['host']:8.2f} ms host"
+                )
+        for name, value in found.get("alone_gb_per_s", {}).items():
+            of_copy = found["alone_of_copy"].get(name)
+            print(f"alone    {name:44s} {value:7.0f} GB/s" + (f" = {of_copy:.2f} of copy" if of_copy else ""))
+        if "kernels" in found:
+            print(
+                f"host     {found['host_ms_to_queue_a_bucket']:.2f} ms to queue {found['experts_in_a_bucket']} experts"
+            )
+            for way, kernels in found["kernels"].items():
+                print(f"{way:8s} {kernels['launches']} launches, GPU busy {kernels['busy_ms']:.2f} ms")
+                for name, (times, spent) in kernels["longest"].items():
+                    print(f"         {spent:8.3f} ms in {times:4d} x {name}")
     return 0 if all(way["equal"] for way in found["ways"].values()) else 1
 
 

@@ -12,7 +12,7 @@ E experts, H hidden, I expert width.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -190,11 +190,12 @@ class Layout:
         Raises:
             UserError: a key that is not one of this model.
         """
-        slots = []
-        for key, tensor in state_dict.items():
-            experts = tensor.shape[0] if tensor.dim() == 3 else 0
-            slots += [(name, self.slot(name)) for name in self.official_names(key, experts)]
-        yield from sorted(slots, key=lambda item: export_order(item[0]))
+        yield from self.split_keys((key, len(t) if t.dim() == 3 else 0) for key, t in state_dict.items())
+
+    def split_keys(self, sizes: Iterable[tuple[str, int]]) -> list[tuple[str, Slot]]:
+        """`split` of (state-dict key, number of experts in its stack)."""
+        slots = [(name, self.slot(name)) for key, experts in sizes for name in self.official_names(key, experts)]
+        return sorted(slots, key=lambda item: export_order(item[0]))
 
 
 _ALL_ROWS = (*MODEL_ROWS, *LAYER_ROWS)

@@ -1,18 +1,24 @@
-"""Pack a stream of weights into buckets of bounded size that an engine can load one after the other."""
+"""Fill buckets of bounded size with a stream of weights, for an engine to load one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.official_names import fused_group
-from nemo_rl_dsv4.refit.manifest import padded
+from nemo_rl_dsv4.refit.expert_run import ExpertRun
+from nemo_rl_dsv4.refit.export import ExportedWeights, items_of_run
+from nemo_rl_dsv4.refit.manifest import Manifest, describe
+from nemo_rl_dsv4.refit.placement import Placement, copy_items, padded, views
 from nemo_rl_dsv4.refit.report import Stream
 
 Items = list[tuple[str, torch.Tensor]]
+
+_COPIED_TOGETHER = 64 << 20  # bytes that wait to be copied by one launch
 
 
 def pack_buckets(stream: Stream, capacity_bytes: int) -> Iterator[Items]:
@@ -24,16 +30,135 @@ def pack_buckets(stream: Stream, capacity_bytes: int) -> Iterator[Items]:
     Raises:
         UserError: one such group alone exceeds the capacity.
     """
-    for _, bucket, _ in numbered_buckets(stream, capacity_bytes):
+    bucket, used = [], 0
+    for group, size in _groups(stream, capacity_bytes):
+        if used + size > capacity_bytes:
+            yield bucket
+            bucket, used = [], 0
+        bucket += group
+        used += size
+    if bucket:
         yield bucket
 
 
-def numbered_buckets(stream: Stream, capacity_bytes: int) -> Iterator[tuple[int, Items, bool]]:
-    """Yield (number, bucket, whether it is the last) as `pack_buckets` does.
+@dataclass
+class Bucket:
+    """A filled buffer: its number, whether it is the last of the refit, uint8 memory, and what lies where in it."""
 
-    A consumer that clears a bucket once it is done with it keeps one in memory, else two.
+    index: int
+    last: bool
+    buffer: torch.Tensor
+    placed: list[Placement]
+
+    def items(self) -> Items:
+        """(official name, view into the buffer) in stream order."""
+        return list(zip((p.name for p in self.placed), views(self.buffer, self.placed), strict=True))
+
+
+def fill_buckets(stream: Stream, buffer_of: Callable[[int], torch.Tensor]) -> Iterator[Bucket]:
+    """Fill one buffer after the other. Routed experts of an export are quantized straight into them.
+
+    The same tensors as of `pack_buckets`, in the same order; what must stay together does. Work of a GPU is queued, not
+    waited for; whether all values were finite is asked before the last bucket is handed out.
+
+    Args:
+        stream: what `export_weights` returns, or any other pairs.
+        buffer_of: uint8 memory for bucket number i, asked for once bucket i-1 has been handed out and its consumer has
+            asked for the next. It may be the same each time.
+
+    Raises:
+        UserError: a group that must stay together exceeds a buffer; what the export raises.
     """
-    index, bucket, used = 0, [], 0
+    filling = _Filling(buffer_of)
+    pieces = stream.pieces() if isinstance(stream, ExportedWeights) else iter([iter(stream)])
+    for piece in pieces:
+        if isinstance(piece, ExpertRun) and filling.takes(piece):
+            yield from filling.add_run(piece)
+        else:
+            yield from filling.add_items(items_of_run(piece) if isinstance(piece, ExpertRun) else piece)
+    yield from filling.finish()
+
+
+def write_buckets(
+    stream: Stream, buffer_of: Callable[[int], torch.Tensor], *, version: int
+) -> Iterator[tuple[Manifest, torch.Tensor]]:
+    """Fill buckets as `fill_buckets` does and describe each by a manifest with checksums."""
+    for bucket in fill_buckets(stream, buffer_of):
+        yield (
+            describe(bucket.buffer, bucket.placed, version=version, index=bucket.index, last=bucket.last),
+            bucket.buffer,
+        )
+
+
+class _Filling:
+    """The bucket that is being filled."""
+
+    def __init__(self, buffer_of: Callable[[int], torch.Tensor]) -> None:
+        self._buffer_of, self._index, self._used = buffer_of, 0, 0
+        self._buffer = buffer_of(0)
+        self._placed: list[Placement] = []
+        self._copies: Items = []
+        self._copied: list[Placement] = []
+        self._damaged: torch.Tensor | None = None
+        self._runs: list[tuple[ExpertRun, int, int]] = []
+
+    def takes(self, run: ExpertRun) -> bool:
+        """Whether a run can be quantized in place: on the buffers' device, one expert no larger than a buffer."""
+        return run.device == self._buffer.device and run.fitting(self._buffer.numel()) > 0
+
+    def add_run(self, run: ExpertRun) -> Iterator[Bucket]:
+        first = 0
+        if self._damaged is None:
+            self._damaged = torch.zeros(1, dtype=torch.int32, device=run.device)
+        while first < len(run):
+            count = min(run.fitting(self._buffer.numel() - self._used), len(run) - first)
+            if not count:
+                yield self._close(last=False)
+                self._open()
+                continue
+            self._placed += run.encode(first, count, self._buffer, self._used, self._damaged)
+            self._runs.append((run, first, count))
+            self._used += sum(run.sections(count))
+            first += count
+
+    def add_items(self, items: Stream) -> Iterator[Bucket]:
+        for group, size in _groups(items, self._buffer.numel()):
+            if self._used + size > self._buffer.numel():
+                yield self._close(last=False)
+                self._open()
+            for name, tensor in group:
+                length = tensor.numel() * tensor.element_size()
+                self._copied.append(Placement(name, tensor.dtype, tuple(tensor.shape), self._used, length))
+                self._placed.append(self._copied[-1])
+                self._used += padded(length)
+            self._copies += group
+            if sum(placement.bytes for placement in self._copied) > _COPIED_TOGETHER:
+                self._copy()
+
+    def finish(self) -> Iterator[Bucket]:
+        if self._damaged is not None and bool(self._damaged):
+            for run, first, count in self._runs:
+                run.require_finite(first, count)
+        if self._placed:
+            yield self._close(last=True)
+
+    def _open(self) -> None:
+        self._index, self._used = self._index + 1, 0
+        self._buffer = self._buffer_of(self._index)
+
+    def _close(self, *, last: bool) -> Bucket:
+        self._copy()
+        bucket = Bucket(self._index, last, self._buffer, self._placed)
+        self._placed = []
+        return bucket
+
+    def _copy(self) -> None:
+        copy_items([tensor for _, tensor in self._copies], self._buffer, self._copied)
+        self._copies, self._copied = [], []
+
+
+def _groups(stream: Stream, capacity_bytes: int) -> Iterator[tuple[Items, int]]:
+    """Neighbours that stay together, and the bytes they take."""
     for label, members in groupby(stream, key=lambda item: fused_group(item[0])):
         group = list(members)
         size = sum(padded(tensor.numel() * tensor.element_size()) for _, tensor in group)
@@ -42,13 +167,7 @@ def numbered_buckets(stream: Stream, capacity_bytes: int) -> Iterator[tuple[int,
                 f"refit: {label} takes {size} bytes together and a bucket holds {capacity_bytes}; "
                 "raise refit_buffer_size_gb"
             )
-        if used + size > capacity_bytes:
-            yield index, bucket, False
-            index, bucket, used = index + 1, [], 0
-        bucket += group
-        used += size
-    if bucket:
-        yield index, bucket, True
+        yield group, size
 
 
 def bucket_bytes(refit_buffer_size_gb: float) -> int:

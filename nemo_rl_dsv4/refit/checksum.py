@@ -27,24 +27,25 @@ def item_checksums(items: Iterable[tuple[str, torch.Tensor]]) -> list[int]:
     if not pairs:
         return []
     sums = torch.stack([_device_checksum(tensor) for _, tensor in pairs]).tolist()
-    return [with_head(name, tensor.dtype, tensor.shape, v) for (name, tensor), v in zip(pairs, sums, strict=True)]
+    return [with_head(head_of(n, t.dtype, tuple(t.shape)), v) for (n, t), v in zip(pairs, sums, strict=True)]
 
 
-def range_checksums(buffer: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """`bytes_checksum` of byte ranges of a buffer, in one pass.
+def start_range_checksums(buffer: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """`bytes_checksum` of byte ranges of a buffer, in one pass: int64 [ranges], modulo 2^64, not waited for.
 
     Args:
-        buffer: uint8 [bytes], a multiple of 4 where it is on a GPU.
+        buffer: uint8 [bytes].
         ranges: (first byte, number of bytes); first bytes are multiples of 4, and bytes between the end of a range and
             the next multiple of 4 are zero.
     """
+    if not ranges:
+        return torch.zeros(0, dtype=torch.int64)
     if buffer.is_cuda:
         from nemo_rl_dsv4.numerics.fused.word_sums import word_sums
 
         words = buffer[: buffer.numel() // 4 * 4].view(torch.int32)
-        starts, counts = [start // 4 for start, _ in ranges], [-(-size // 4) for _, size in ranges]
-        return word_sums(words, starts, counts).tolist()
-    return [int(_device_checksum(buffer[start : start + size])) for start, size in ranges]
+        return word_sums(words, [start // 4 for start, _ in ranges], [-(-size // 4) for _, size in ranges])
+    return torch.stack([_device_checksum(buffer[start : start + size]) for start, size in ranges])
 
 
 def item_checksum(name: str, tensor: torch.Tensor) -> int:
@@ -52,10 +53,15 @@ def item_checksum(name: str, tensor: torch.Tensor) -> int:
     return item_checksums([(name, tensor)])[0]
 
 
-def with_head(name: str, dtype: torch.dtype, shape: Sequence[int], value: int) -> int:
-    """An item's checksum from that of its bytes (modulo 2^64)."""
-    head = f"{name}|{dtype}|{list(shape)}".encode()
-    return (value * 0x9E3779B97F4A7C15 + zlib.crc32(head) * 0xC2B2AE3D27D4EB4F) % 2**64
+@functools.lru_cache(maxsize=1 << 18)
+def head_of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """The part of an item's checksum that its bytes do not change; kept, since a model's names stay the same."""
+    return zlib.crc32(f"{name}|{dtype}|{list(shape)}".encode()) * 0xC2B2AE3D27D4EB4F
+
+
+def with_head(head: int, value: int) -> int:
+    """An item's checksum from its head and the checksum of its bytes (modulo 2^64)."""
+    return (value * 0x9E3779B97F4A7C15 + head) % 2**64
 
 
 def _device_checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -133,6 +133,13 @@ class Encoder:
                     q = keep_source_scale(q, value, self.source_scales[name])
                     encoded[i] = Encoded(q.data, q.scale)
         return encoded
+
+    def makes_stacks(self, names: Iterable[str]) -> bool:
+        """Whether weights are quantized here, under the profile's own scales alone, and sent with float32 scales."""
+        own = not self.stored and not self.source_scales
+        return self.scale_dtype == torch.float32 and (
+            own or not any(name in self.stored or name in self.source_scales for name in names)
+        )
 
     def checks_stack(self, name: str) -> bool:
         """Whether `encode_stack` has looked at this weight's scale: FP8 codes that were made there."""

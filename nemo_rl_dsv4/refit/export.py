@@ -7,8 +7,9 @@ rounded apart, and experts never share a block.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,7 +18,12 @@ from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL, Layout, Slot
 from nemo_rl_dsv4.model.quantized_weights import StoredCodes
 from nemo_rl_dsv4.numerics import RolloutProfile, get_profile
 from nemo_rl_dsv4.refit.encode import Encoded, Encoder
+from nemo_rl_dsv4.refit.expert_run import ExpertRun
+from nemo_rl_dsv4.refit.placement import views
 from nemo_rl_dsv4.refit.sharded import gather_expert, gather_matrix
+
+Members = tuple[tuple[str, Slot], ...]
+"""Official names and their places in a model."""
 
 GROUP_BYTES = 128 << 20
 """Codes of routed experts that are made together: large enough to fill a GPU, small beside a bucket."""
@@ -32,7 +38,7 @@ def export_weights(
     layout: Layout = AUTOMODEL,
     source_scales: Mapping[str, torch.Tensor] | None = None,
     stored: Mapping[str, StoredCodes] | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> ExportedWeights:
     """Yield (official name, tensor) for every weight, one at a time, in export order.
 
     A quantized weight [out, in] comes as codes (float8_e4m3fn [out, in]; FP4 int8 [out, in/2]) and then at once its
@@ -63,26 +69,9 @@ def export_weights(
             stored codes in another format than the profile's.
     """
     profile = get_profile(profile) if isinstance(profile, str) else profile
-    encoder = Encoder(profile, unquantized, scale_dtype, source_scales or {}, stored or {})
-    for _, run in groupby(layout.split(state_dict), key=_expert_of):
-        members = [(name, slot, state_dict[slot.key]) for name, slot in run]
-        sharded = [isinstance(tensor, DTensor) for _, _, tensor in members]
-        if members[0][1].expert is not None and not any(sharded):
-            yield from _experts(members, layout, encoder)
-            continue
-        if members[0][1].expert is not None and all(sharded):
-            for _, expert in groupby(members, key=lambda member: member[1].expert):
-                yield from _sharded_expert(list(expert), layout, encoder)  # type: ignore[arg-type]
-            continue
-        for name, slot, tensor in members:
-            if not isinstance(tensor, DTensor):
-                value = layout.view(tensor, slot)
-                yield from encoder.items(name, encoder.encode(name, value), value)
-            elif slot.expert is None:
-                encoded, value = gather_matrix(name, tensor, encoder)
-                yield from encoder.items(name, encoded, value)
-            else:
-                yield from _sharded_expert([(name, slot, tensor)], layout, encoder)
+    return ExportedWeights(
+        state_dict, Encoder(profile, unquantized, scale_dtype, source_scales or {}, stored or {}), layout
+    )
 
 
 def export_tensor(
@@ -98,10 +87,111 @@ def export_tensor(
     yield from encoder.items(name, encoder.encode(name, value), value)
 
 
+class ExportedWeights:
+    """What `export_weights` returns: an iterator over (official name, tensor), or over pieces that fill buckets.
+
+    It can be walked once, by either. Whoever walks on after a consumer has stopped gets what that one left over: ranks
+    that hold other shards take part in all of it. After an error of the export itself nothing is left.
+    """
+
+    def __init__(self, state_dict: Mapping[str, torch.Tensor], encoder: Encoder, layout: Layout) -> None:
+        self._state, self._encoder, self._layout = state_dict, encoder, layout
+        self._over = False
+        self._walk = self._pieces()
+        self._items = self._all_items()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._items)
+
+    def pieces(self) -> Iterator[ExpertRun | Iterator[tuple[str, torch.Tensor]]]:
+        """Runs of experts that can be quantized in place, and the items of everything between, in export order."""
+        return self._walk
+
+    def _pieces(self) -> Iterator[ExpertRun | Iterator[tuple[str, torch.Tensor]]]:
+        sizes = tuple((key, len(tensor) if tensor.dim() == 3 else 0) for key, tensor in self._state.items())
+        groups = ((self._run(members), members) for members in _groups(self._layout, sizes))
+        for in_place, part in groupby(groups, key=lambda group: group[0] is not None):
+            if in_place:
+                yield from (run for run, _ in part if run is not None)
+                continue
+            items = self._noted(chain.from_iterable(self._items_of(members) for _, members in part))
+            yield items
+            for _ in items:
+                pass
+            if self._over:
+                return
+
+    def _noted(self, items: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            yield from items
+        except Exception:
+            self._over = True
+            raise
+
+    def _all_items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for piece in self._walk:
+            yield from (items_of_run(piece) if isinstance(piece, ExpertRun) else piece)
+
+    def _run(self, members: Members) -> ExpertRun | None:
+        name, slot = members[0]
+        if slot.expert is None or not self._encoder.makes_stacks(name for name, _ in members):
+            return None
+        spec = self._encoder.spec(name)
+        stacks = {key: self._state[key] for key in dict.fromkeys(slot.key for _, slot in members)}
+        if spec is None or any(isinstance(stack, DTensor) for stack in stacks.values()):
+            return None
+        return ExpertRun.of(name.rsplit(".", 3)[0], stacks, self._layout, spec)
+
+    def _items_of(self, group: Members) -> Iterator[tuple[str, torch.Tensor]]:
+        layout, encoder = self._layout, self._encoder
+        members = [(name, slot, self._state[slot.key]) for name, slot in group]
+        sharded = [isinstance(tensor, DTensor) for _, _, tensor in members]
+        if members[0][1].expert is not None and not any(sharded):
+            yield from _experts(members, layout, encoder)
+            return
+        if members[0][1].expert is not None and all(sharded):
+            for _, expert in groupby(members, key=lambda member: member[1].expert):
+                yield from _sharded_expert(list(expert), layout, encoder)  # type: ignore[arg-type]
+            return
+        for name, slot, tensor in members:
+            if not isinstance(tensor, DTensor):
+                value = layout.view(tensor, slot)
+                yield from encoder.items(name, encoder.encode(name, value), value)
+            elif slot.expert is None:
+                encoded, value = gather_matrix(name, tensor, encoder)
+                yield from encoder.items(name, encoded, value)
+            else:
+                yield from _sharded_expert([(name, slot, tensor)], layout, encoder)
+
+
+@functools.lru_cache(maxsize=4)
+def _groups(layout: Layout, sizes: tuple[tuple[str, int], ...]) -> tuple[Members, ...]:
+    """Official names and slots of (state-dict key, experts), the routed experts of a layer together.
+
+    Kept from refit to refit: a large model has tens of thousands of names.
+    """
+    return tuple(tuple(run) for _, run in groupby(layout.split_keys(sizes), key=_expert_of))
+
+
 def _expert_of(item: tuple[str, Slot]) -> tuple[str, bool]:
     """Key of a run of neighbours: all routed experts of a layer, or a tensor alone."""
     name, slot = item
     return (name, False) if slot.expert is None else (name.partition(".ffn.")[0], True)
+
+
+def items_of_run(run: ExpertRun) -> Iterator[tuple[str, torch.Tensor]]:
+    """Quantize a run in memory of its own, as many experts at once as fit into `GROUP_BYTES`."""
+    damaged = torch.zeros(1, dtype=torch.int32, device=run.device)
+    for first in range(0, len(run), max(1, run.fitting(GROUP_BYTES))):
+        count = min(max(1, run.fitting(GROUP_BYTES)), len(run) - first)
+        buffer = torch.empty(sum(run.sections(count)), dtype=torch.uint8, device=run.device)
+        placed = run.encode(first, count, buffer, 0, damaged)
+        if bool(damaged):
+            run.require_finite(first, count)
+        yield from zip((placement.name for placement in placed), views(buffer, placed), strict=True)
 
 
 def _experts(

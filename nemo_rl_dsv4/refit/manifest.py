@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.refit.checksum import range_checksums, with_head
-
-ALIGNMENT = 16
-"""Bytes; every tensor starts at a multiple of it, so that it can be viewed in its own dtype."""
+from nemo_rl_dsv4.refit.checksum import head_of, start_range_checksums, with_head
+from nemo_rl_dsv4.refit.placement import Placement, copy_items, padded, views
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of a bucket: official name, torch dtype without `torch.`, shape, first byte, bytes, checksum."""
 
     name: str
@@ -47,11 +46,11 @@ class Manifest:
     @property
     def bytes(self) -> int:
         """Bytes of the bucket's buffer, padding included."""
-        return 0 if not self.entries else self.entries[-1].offset + padded(self.entries[-1].bytes)
+        return padded(max((entry.offset + entry.bytes for entry in self.entries), default=0))
 
     def to_json(self) -> str:
         """One line of JSON."""
-        return json.dumps(asdict(self))
+        return json.dumps({"version": self.version, "index": self.index, "last": self.last, "entries": self.entries})
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -62,15 +61,10 @@ class Manifest:
         """
         try:
             fields = json.loads(text)
-            entries = tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields.pop("entries"))
+            entries = tuple(Entry(n, dtype, tuple(shape), *rest) for n, dtype, shape, *rest in fields.pop("entries"))
             return cls(entries=entries, **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"refit: not a bucket manifest ({error}): {text[:80]!r}") from error
-
-
-def padded(size: int) -> int:
-    """`size` bytes rounded up to the alignment."""
-    return math.ceil(size / ALIGNMENT) * ALIGNMENT
 
 
 def write_bucket(
@@ -88,34 +82,35 @@ def write_bucket(
     Raises:
         UserError: the buffer is too small.
     """
-    places, offset = [], 0
+    placed, offset = [], 0
     for name, tensor in items:
         size = tensor.numel() * tensor.element_size()
         if offset + padded(size) > buffer.numel():
             raise UserError(f"refit: bucket {index} needs {offset + size} bytes at {name}; it has {buffer.numel()}")
-        places.append((offset, size))
-        if size % ALIGNMENT:
-            buffer[offset + size : offset + padded(size)].zero_()
+        placed.append(Placement(name, tensor.dtype, tuple(tensor.shape), offset, size))
         offset += padded(size)
-    sources = [tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in items]
-    targets = [buffer[start : start + size] for start, size in places]
-    if buffer.is_cuda and all(source.device == buffer.device for source in sources):
-        torch._foreach_copy_(targets, sources)  # one launch for all of them
-    else:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-    entries = [
-        Entry(
-            name,
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            start,
-            size,
-            with_head(name, tensor.dtype, tensor.shape, value),
-        )
-        for (name, tensor), (start, size), value in zip(items, places, range_checksums(buffer, places), strict=True)
-    ]
-    return Manifest(version, index, last, tuple(entries))
+    copy_items([tensor for _, tensor in items], buffer, placed)
+    return describe(buffer, placed, version=version, index=index, last=last)
+
+
+def describe(
+    buffer: torch.Tensor,
+    placed: Sequence[Placement],
+    *,
+    version: int,
+    index: int,
+    last: bool,
+) -> Manifest:
+    """Checksum what lies in a buffer and write it down. Waits for the buffer's GPU once."""
+    ranges = [(placement.offset, placement.bytes) for placement in placed]
+    sums = start_range_checksums(buffer, ranges)
+    heads = [head_of(placement.name, placement.dtype, placement.shape) for placement in placed]
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype in {placement.dtype for placement in placed}}
+    entries = tuple(
+        Entry(name, names[dtype], shape, offset, size, with_head(head, value))
+        for (name, dtype, shape, offset, size), head, value in zip(placed, heads, sums.tolist(), strict=True)
+    )
+    return Manifest(version, index, last, entries)
 
 
 def read_bucket(manifest: Manifest, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -124,26 +119,37 @@ def read_bucket(manifest: Manifest, buffer: torch.Tensor) -> Iterator[tuple[str,
     Raises:
         UserError: an entry that does not fit, an unknown dtype, or bytes that changed on the way.
     """
-    views = [(entry.name, _view(entry, buffer)) for entry in manifest.entries]
-    sums = range_checksums(buffer, [(entry.offset, entry.bytes) for entry in manifest.entries])
-    for entry, (_, view), value in zip(manifest.entries, views, sums, strict=True):
-        found = with_head(entry.name, view.dtype, view.shape, value)
-        if found != entry.checksum:
+    placed = [_placement(entry, buffer.numel()) for entry in manifest.entries]
+    sums = start_range_checksums(buffer, [(entry.offset, entry.bytes) for entry in manifest.entries])
+    heads = [head_of(placement.name, placement.dtype, placement.shape) for placement in placed]
+    found = views(buffer, placed)
+    for entry, head, value in zip(manifest.entries, heads, sums.tolist(), strict=True):
+        if with_head(head, value) != entry.checksum:
             raise UserError(
-                f"refit: tensor {entry.name!r} of bucket {manifest.index} arrived with checksum {found:016x}, sent "
-                f"with {entry.checksum:016x}; the transfer is damaged"
+                f"refit: tensor {entry.name!r} of bucket {manifest.index} arrived with checksum "
+                f"{with_head(head, value):016x}, sent with {entry.checksum:016x}; the transfer is damaged"
             )
-    yield from views
+    yield from zip((entry.name for entry in manifest.entries), found, strict=True)
 
 
-def _view(entry: Entry, buffer: torch.Tensor) -> torch.Tensor:
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UserError(f"refit: tensor {entry.name!r} has dtype {entry.dtype!r}, which torch does not know")
-    wanted = math.prod(entry.shape) * dtype.itemsize
-    if entry.bytes != wanted or entry.offset + entry.bytes > buffer.numel():
+def _placement(entry: Entry, room: int) -> Placement:
+    name, dtype_name, shape, offset, size, _ = entry
+    dtype, wanted, step = _size_of(dtype_name, shape)
+    if dtype is None:
+        raise UserError(f"refit: tensor {name!r} has dtype {dtype_name!r}, which torch does not know")
+    if size != wanted or offset < 0 or offset + size > room:
         raise UserError(
-            f"refit: tensor {entry.name!r} has {entry.bytes} bytes at {entry.offset} of {buffer.numel()}; "
-            f"{entry.dtype} {list(entry.shape)} needs {wanted}"
+            f"refit: tensor {name!r} has {size} bytes at {offset} of {room}; {dtype_name} {list(shape)} needs {wanted}"
         )
-    return buffer[entry.offset : entry.offset + entry.bytes].view(dtype).view(entry.shape)
+    if offset % step:
+        raise UserError(f"refit: tensor {name!r} starts at byte {offset}; wanted a multiple of {step}")
+    return Placement(name, dtype, shape, offset, size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _size_of(dtype_name: str, shape: tuple[int, ...]) -> tuple[torch.dtype | None, int, int]:
+    """dtype, bytes and the step of first bytes of a tensor."""
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype):
+        return None, 0, 1
+    return dtype, math.prod(shape) * dtype.itemsize, max(dtype.itemsize, 4)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from nemo_rl_dsv4.refit.checksum import item_checksum
+from nemo_rl_dsv4.refit.manifest import Manifest
 
 Stream = Iterable[tuple[str, torch.Tensor]]
 """Official names with tensors; a quantized weight is followed at once by its scale."""
@@ -79,6 +80,27 @@ class StreamTally:
     def report(self) -> RefitReport:
         """Return the tally so far."""
         return RefitReport(self._tensors, self._quantized, self._bytes, self._seconds, f"{self._sum:016x}")
+
+
+class BucketTally:
+    """What `StreamTally` counts, of a refit that leaves in buckets; their manifests hold the checksums already."""
+
+    def __init__(self) -> None:
+        self._tensors = self._quantized = self._bytes = self._sum = 0
+        self._start = time.perf_counter()
+
+    def add(self, manifest: Manifest) -> None:
+        """Count one bucket."""
+        self._tensors += len(manifest.entries)
+        for entry in manifest.entries:
+            self._quantized += entry.name.endswith(".scale")
+            self._bytes += entry.bytes
+            self._sum += entry.checksum
+
+    def report(self) -> RefitReport:
+        """Return the tally so far; seconds since it was made."""
+        seconds = time.perf_counter() - self._start
+        return RefitReport(self._tensors, self._quantized, self._bytes, seconds, f"{self._sum % 2**64:016x}")
 
 
 def combine_checksums(total: int, item: int) -> int:

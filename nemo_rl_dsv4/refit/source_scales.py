@@ -70,6 +70,9 @@ class SourceScales(Mapping[str, torch.Tensor]):
         """Float32 grid of a weight."""
         return decode_scale(self._scales[name], name=scale_name(name), power_of_two=False)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._scales
+
     def __iter__(self):
         return iter(self._scales)
 

@@ -5,6 +5,8 @@ Reference: ``nemo_rl_dsv4.refit.checksum``: for the little-endian int32 words w_
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+import itertools
+
 import torch
 import triton
 import triton.language as tl
@@ -19,29 +21,29 @@ def _add(a, b):
 
 
 @triton.jit
-def _word_sums_kernel(words_ptr, table_ptr, sums_ptr, WORDS: tl.constexpr):
+def _word_sums_kernel(words_ptr, which_ptr, table_ptr, sums_ptr, ranges, WORDS: tl.constexpr):
     program = tl.program_id(0)
-    which = tl.load(table_ptr + program * 4)
-    first = tl.load(table_ptr + program * 4 + 1)  # word of the buffer where the range starts
-    skip = tl.load(table_ptr + program * 4 + 2)  # words of the range before this program's
-    count = tl.load(table_ptr + program * 4 + 3)  # words of the range
-    lane = skip + tl.arange(0, WORDS)
+    which = tl.load(which_ptr + program)
+    first = tl.load(table_ptr + which)  # word of the buffer where the range starts
+    count = tl.load(table_ptr + ranges + which)  # words of the range
+    before = tl.load(table_ptr + 2 * ranges + which)  # programs of the ranges before it
+    lane = (program - before) * WORDS + tl.arange(0, WORDS)
     inside = lane < count
     word = tl.load(words_ptr + first + lane, mask=inside, other=0).to(tl.int64)
     tl.atomic_add(sums_ptr + which, tl.reduce(word * (lane * 2 + 1), 0, _add))
 
 
 def word_sums(buffer: Tensor, starts: list[int], counts: list[int]) -> Tensor:
-    """int64 [ranges] on the buffer's device.
+    """int64 [ranges] on the buffer's device; the host does not wait for it.
 
     buffer: int32 [words], contiguous. starts, counts: first word and number of words of each range.
     """
-    first, length = torch.tensor(starts), torch.tensor(counts)
-    programs = -(-length // _WORDS)
-    which = torch.repeat_interleave(torch.arange(len(starts)), programs)
-    number = torch.arange(len(which)) - (programs.cumsum(0) - programs)[which]  # of the program within its range
-    sums = torch.zeros(len(starts), dtype=torch.int64, device=buffer.device)
-    if len(which):
-        table = torch.stack([which, first[which], number * _WORDS, length[which]], dim=1).to(buffer.device)
-        _word_sums_kernel[(len(which),)](buffer, table, sums, WORDS=_WORDS, num_warps=8)
+    ranges, programs = len(starts), [-(-count // _WORDS) for count in counts]
+    before = list(itertools.accumulate(programs, initial=0))
+    sums = torch.zeros(ranges, dtype=torch.int64, device=buffer.device)
+    if before[-1]:
+        table = torch.tensor([starts, counts, before[:-1], programs], pin_memory=buffer.is_cuda)
+        table = table.to(buffer.device, non_blocking=True)
+        which = torch.repeat_interleave(table[3], output_size=before[-1])
+        _word_sums_kernel[(before[-1],)](buffer, which, table, sums, ranges, WORDS=_WORDS, num_warps=8)
     return sums

@@ -12,9 +12,9 @@ from contextlib import suppress
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.refit.buckets import numbered_buckets
-from nemo_rl_dsv4.refit.manifest import Manifest, write_bucket
-from nemo_rl_dsv4.refit.report import RefitReport, Stream, StreamTally
+from nemo_rl_dsv4.refit.buckets import write_buckets
+from nemo_rl_dsv4.refit.manifest import Manifest
+from nemo_rl_dsv4.refit.report import BucketTally, RefitReport, Stream
 from nemo_rl_dsv4.refit.transport.channel import Channel
 from nemo_rl_dsv4.refit.transport.protocol import Vote, alone, run_dry
 
@@ -42,7 +42,7 @@ class BroadcastSender:
     """
 
     def __init__(self, channel: Channel, *, capacity_bytes: int) -> None:
-        self._channel, self._capacity = channel, capacity_bytes
+        self._channel = channel
         self._buffers = [torch.empty(capacity_bytes, dtype=torch.uint8, device=channel.device) for _ in range(2)]
         self._read: list[str] = []
 
@@ -83,20 +83,24 @@ class BroadcastSender:
         return report
 
     def _send_buckets(self, source: Iterator[tuple[str, torch.Tensor]], version: int) -> RefitReport:
-        channel, tally, pending, index = self._channel, StreamTally(), [None, None], 0
+        channel, tally, pending, index = self._channel, BucketTally(), [None, None], 0
         self._read = [_verdict(version), *(_answer(version, rank) for rank in channel.engines)]
+
+        def free_buffer(number: int) -> torch.Tensor:
+            nonlocal index
+            index = number
+            channel.wait(pending[number % 2])
+            self._stop_if_refused(version)
+            return self._buffers[number % 2]
+
         try:
-            for index, items, last in numbered_buckets(tally.watch(source), self._capacity):
-                slot = index % 2
-                channel.wait(pending[slot])
-                self._stop_if_refused(version)
-                manifest = write_bucket(items, self._buffers[slot], version=version, index=index, last=last)
-                items.clear()
-                if self._buffers[slot].is_cuda:
-                    torch.cuda.current_stream(self._buffers[slot].device).synchronize()
+            for manifest, buffer in write_buckets(source, free_buffer, version=version):
+                tally.add(manifest)
+                if buffer.is_cuda:
+                    torch.cuda.current_stream(buffer.device).synchronize()
                 channel.put(_bucket(version, index), manifest.to_json())
                 self._read.append(_bucket(version, index))
-                pending[slot] = channel.broadcast(self._buffers[slot][: manifest.bytes])
+                pending[index % 2] = channel.broadcast(buffer[: manifest.bytes])
             for work in pending:
                 channel.wait(work)
         except Exception as error:

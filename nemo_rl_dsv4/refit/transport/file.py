@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.refit.buckets import numbered_buckets
-from nemo_rl_dsv4.refit.manifest import Manifest, write_bucket
+from nemo_rl_dsv4.refit.buckets import write_buckets
+from nemo_rl_dsv4.refit.manifest import Manifest
 from nemo_rl_dsv4.refit.report import Stream
 
 _POLL_SECONDS = 0.02
@@ -36,14 +36,12 @@ def write_folder(stream: Stream, folder: Path, *, capacity_bytes: int, version: 
     """
     _empty(folder)
     count = 0
-    for index, items, last in numbered_buckets(stream, capacity_bytes):
-        buffer = torch.empty(capacity_bytes, dtype=torch.uint8)
-        manifest = write_bucket(items, buffer, version=version, index=index, last=last)
-        items.clear()
-        buffer[: manifest.bytes].numpy().tofile(folder / f"bucket-{index:05d}.bin")
-        part = folder / f"bucket-{index:05d}.part"
+    memory = torch.empty(capacity_bytes, dtype=torch.uint8)
+    for manifest, buffer in write_buckets(stream, lambda _: memory, version=version):
+        buffer[: manifest.bytes].numpy().tofile(folder / f"bucket-{manifest.index:05d}.bin")
+        part = folder / f"bucket-{manifest.index:05d}.part"
         part.write_text(manifest.to_json(), encoding="utf-8")
-        part.rename(folder / f"bucket-{index:05d}.json")
+        part.rename(folder / f"bucket-{manifest.index:05d}.json")
         count += 1
     return count
 

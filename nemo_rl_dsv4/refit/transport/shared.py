@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.refit.buckets import numbered_buckets
-from nemo_rl_dsv4.refit.manifest import Manifest, write_bucket
-from nemo_rl_dsv4.refit.report import RefitReport, Stream, StreamTally
+from nemo_rl_dsv4.refit.buckets import write_buckets
+from nemo_rl_dsv4.refit.manifest import Manifest
+from nemo_rl_dsv4.refit.report import BucketTally, RefitReport, Stream
 from nemo_rl_dsv4.refit.transport.protocol import Vote, alone, run_dry
 
 _OTHERS = "a receiver of another sender could not stage it"
@@ -64,7 +64,7 @@ class SharedSender:
         device: torch.device | None = None,
         timeout: float = 600.0,
     ) -> None:
-        self._capacity, self._receivers, self._timeout = capacity_bytes, receivers, timeout
+        self._receivers, self._timeout = receivers, timeout
         shared = Path("/dev/shm")
         self._folder = Path(tempfile.mkdtemp(prefix="dsv4-refit-", dir=shared if shared.is_dir() else None))
         self._finalize = weakref.finalize(self, shutil.rmtree, self._folder, True)  # also when the process ends
@@ -97,7 +97,7 @@ class SharedSender:
             UserError: a receiver did not connect, failed, or fell silent, here or at another sender; then none commits.
         """
         links: list[Connection] = []
-        source, agreed = iter(stream), False
+        source, agreed = iter(stream), False  # an export is its own iterator, and fills buckets itself
         try:
             report = self._send_buckets(source, links, version)
             agreed = True
@@ -122,16 +122,20 @@ class SharedSender:
     def _send_buckets(
         self, source: Iterator[tuple[str, torch.Tensor]], links: list[Connection], version: int
     ) -> RefitReport:
-        tally = StreamTally()
+        tally = BucketTally()
         self._accept(links)
         held: list[set[int]] = [set() for _ in links]
-        for index, items, last in numbered_buckets(tally.watch(source), self._capacity):
+
+        def free_slot(index: int) -> torch.Tensor:
             slot = index % len(self._buffers)
             self._await_slot(links, held, slot)
-            manifest = write_bucket(items, self._buffers[slot], version=version, index=index, last=last)
-            items.clear()
-            if self._buffers[slot].is_cuda:
-                torch.cuda.synchronize(self._buffers[slot].device)
+            return self._buffers[slot]
+
+        for manifest, buffer in write_buckets(source, free_slot, version=version):
+            slot = manifest.index % len(self._buffers)
+            tally.add(manifest)
+            if buffer.is_cuda:
+                torch.cuda.synchronize(buffer.device)
             for link, slots in zip(links, held, strict=True):
                 link.send(("bucket", slot, manifest.to_json()))
                 slots.add(slot)

@@ -13,7 +13,8 @@ HOPPER = get_profile("vllm-hopper")
 
 def _type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.uint8: "u8"}
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "u8"}
+        names |= {torch.int32: "i32", torch.int64: "i64"}
         return "*" + names[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
 
@@ -38,7 +39,7 @@ def test_every_kernel_compiles_for_hopper(native: bool, launches, monkeypatch: p
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from nemo_rl_dsv4.numerics.fused import groups, kv, rotary, rounding, swiglu, weights
+    from nemo_rl_dsv4.numerics.fused import groups, kv, rotary, rounding, stacks, swiglu, weights, word_sums
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(rounding, "NATIVE", native)
@@ -51,7 +52,10 @@ def test_every_kernel_compiles_for_hopper(native: bool, launches, monkeypatch: p
     data, scale = weights.quantize_tiles(x, QuantSpec())
     swiglu.swiglu_forward(x, x, group, 10.0, HOPPER.hidden_bf16_steps)
     weights.dequantize_tiles(data, scale, QuantSpec(), torch.bfloat16)
-    rounds_to_fp8 = 3
+    square, codes = torch.zeros(1, 128, 256, dtype=torch.bfloat16), torch.empty(1, 256, 128, dtype=torch.uint8)
+    damaged = torch.zeros(1, dtype=torch.int32)
+    stacks.quantize_stack(square.transpose(1, 2), QuantSpec(), codes, torch.empty(1, 2, 1), damaged)
+    rounds_to_fp8 = 4
     if native:
         kv.fake_quant_kv(x, kv_spec)
         groups.fake_quant_groups(x[:, :200], float_group)
@@ -62,7 +66,10 @@ def test_every_kernel_compiles_for_hopper(native: bool, launches, monkeypatch: p
         rotary.inverse_rope_backward(o, angle, angle)
         groups.fake_quant_groups(x, fnuz)
         weights.dequantize_tiles(data, scale, QuantSpec("e4m3fnuz"), torch.bfloat16)
-    assert len(launches) == (12 if native else 4)
+        stacks.quantize_stack(square, QuantSpec(), codes.view(1, 128, 256), torch.empty(1, 1, 2), damaged)
+        rounds_to_fp8 += 1
+        word_sums.word_sums(torch.zeros(64, dtype=torch.int32), [0, 16], [16, 40])
+    assert len(launches) == (15 if native else 5)
     converted = 0
     for kernel, arguments in launches:
         constants = {p.name for p in kernel.params if p.is_constexpr}
