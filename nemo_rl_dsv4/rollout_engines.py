@@ -47,12 +47,16 @@ def start_engines(
         )
     engine, profile = generation.vllm_cfg, get_profile(config.policy.dsv4.rollout_profile)
     engine_arguments(vllm_spec(config, Path(config.policy.model_name)), profile)  # refused before a process starts
+    # Engines with GPUs of their own take those behind the policy's.
+    own = config.rollout_gpus
+    first, count = (config.world_size, own) if own else (0, config.world_size)
     return VllmGeneration(
         params,
         pad_id=tokenizer.pad_id,
-        gpus=gpus_of_engines(config.world_size, engine.tensor_parallel_size),
+        gpus=gpus_of_engines(count, engine.tensor_parallel_size, first=first),
         python=engine_python(config.policy.dsv4.vllm_python),
         environment=engine_environment(profile, engine.env_vars),
         on_progress=on_progress,
         bucket_bytes=bucket_bytes(engine.refit_buffer_size_gb or 1.0),
+        sleeps=config.policy.dsv4.engine_sleep,
     )

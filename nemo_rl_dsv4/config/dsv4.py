@@ -179,6 +179,8 @@ class DSV4(Section):
     """Policy processes when `cluster.gpus_per_node` is 0."""
     gpu: GpuName | None = None
     """GPU that the recipe was made for; `nemo-rl-dsv4 plan` counts its memory. Null: the plan has to be told."""
+    engine_sleep: bool = False
+    """vLLM engines give their GPU memory to the policy whenever they do not generate; colocated engines only."""
     vllm_python: str | None = None
     """Python of vLLM's own environment. Null takes `.venv-vllm/bin/python` if it is there, else the running Python."""
     tiny: TinyModel | None = None

@@ -31,6 +31,12 @@ def check_target(config: MasterConfig) -> None:
 def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
     """Settings of a vLLM engine fit the profile that the trainer rounds by, and nothing is dropped silently."""
     generation, dsv4 = config.policy.generation, config.policy.dsv4
+    require(
+        not dsv4.engine_sleep or (generation.backend == "vllm" and generation.colocated.enabled),
+        f"policy.dsv4.engine_sleep is true, but only vLLM engines that share the policy's GPUs sleep, and "
+        f"policy.generation.backend is {generation.backend} with colocated.enabled {generation.colocated.enabled}; set "
+        "engine_sleep to false",
+    )
     if generation.backend != "vllm":
         return
     implied = PROFILE_OF_GPU.get(dsv4.gpu or "")

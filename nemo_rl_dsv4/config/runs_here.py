@@ -27,17 +27,12 @@ def not_implemented(config: MasterConfig, runtime: Runtime) -> list[str]:
 
 
 def _beyond_one_host(config: MasterConfig) -> list[str]:
-    """The embedded runtime's engines share the policy's GPUs on one host; anything else is refused by name."""
+    """The embedded runtime's vLLM engines run on the policy's host; anything else is refused by name."""
     refused, generation = [], config.policy.generation
     if config.cluster.num_nodes > 1:
         refused.append(
             f"cluster.num_nodes is {config.cluster.num_nodes}; the embedded runtime's vLLM engines run on one host: "
             "set 1, or use runtime nemo_rl"
-        )
-    if not generation.colocated.enabled:
-        refused.append(
-            "policy.generation.colocated.enabled is false; the embedded runtime's vLLM engines share the policy's "
-            "GPUs: set true, or use runtime nemo_rl"
         )
     if generation.vllm_cfg.async_engine:
         refused.append(

@@ -34,6 +34,7 @@ def vllm_spec(config: MasterConfig, checkpoint: Path) -> VllmSpec:
         pow2_weight_scales=engine.pow2_weight_scaling_factors,
         pow2_activation_scales=engine.pow2_activation_scaling_factors,
         return_routed_experts=engine.enable_return_routed_experts,
+        sleep_mode=config.policy.dsv4.engine_sleep,
         seed=config.grpo.seed,
         environment=engine.env_vars,
         engine_arguments=own,

@@ -104,7 +104,7 @@ class VllmGeneration(EngineGroup):
         on_progress: called with the number of responses each time some are finished.
         timeout: most seconds without any engine finishing a task.
         bucket_bytes: size of a bucket of weights.
-        sleeps: put the engines to sleep while the policy trains.
+        sleeps: put the engines to sleep whenever they do not generate; their settings need `sleep_mode`.
     """
 
     def __init__(
@@ -120,7 +120,8 @@ class VllmGeneration(EngineGroup):
         bucket_bytes: int = 1 << 30,
         sleeps: bool = False,
     ) -> None:
-        self.bucket_bytes, self.sleeps = bucket_bytes, sleeps
+        self.bucket_bytes, self.sleeps, self.asleep = bucket_bytes, sleeps, False
+        self._loaded: str | None = None
         self._folder = tempfile.mkdtemp(prefix="dsv4-refit-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
 
         def start(number: int) -> Any:
@@ -138,22 +139,43 @@ class VllmGeneration(EngineGroup):
         return Path(self._folder) / f"version-{version}"
 
     def update_weights(self, weights: Any) -> dict[str, float]:
-        """Load the buckets of a folder (`bucket_folder`) into every engine, and drop those of older versions."""
-        report = super().update_weights(str(weights))
+        """Load the buckets of a folder (`bucket_folder`) into every engine, and drop those of older versions.
+
+        Engines that sleep are woken for it, and sleep on where the load fails: they have no weights then.
+        """
+        if self.asleep:
+            self._wake("weights")
+        try:
+            report = super().update_weights(str(weights))
+            self._loaded = str(weights)
+        except BaseException:
+            if self.asleep:
+                self._sleep()
+            raise
+        if self.asleep:
+            self._wake("kv_cache")
+            self.asleep = False
         for old in Path(self._folder).iterdir():
             if old != Path(weights):
                 shutil.rmtree(old, ignore_errors=True)
         return report
 
     def prepare_for_generation(self) -> None:
-        """Wake the engines."""
-        if self.sleeps:
-            get([actor.wake_up.remote() for actor in self.actors])
+        """Wake engines that sleep; sleep took their weights, so they get those of the last refit again."""
+        if self.asleep:
+            self.update_weights(self._loaded)
 
     def finish_generation(self) -> None:
-        """Give the GPU's memory to the policy."""
-        if self.sleeps:
-            get([actor.sleep.remote() for actor in self.actors])
+        """Give the GPU's memory to the policy, weights included, once there are buckets to load them from again."""
+        if self.sleeps and self._loaded is not None and not self.asleep:
+            self._sleep()
+            self.asleep = True
+
+    def _sleep(self) -> None:
+        get([actor.sleep.remote() for actor in self.actors])
+
+    def _wake(self, tag: str) -> None:
+        get([actor.wake_up.remote(tag) for actor in self.actors])
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probabilities of every token but the first, by one prefill of each sequence on the first engine."""
@@ -165,9 +187,9 @@ class VllmGeneration(EngineGroup):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def gpus_of_engines(world: int, tensor_parallel: int) -> list[list[int]]:
-    """GPU numbers of colocated engines on one host: consecutive groups of `tensor_parallel` over `world` GPUs."""
-    return [list(range(first, first + tensor_parallel)) for first in range(0, world, tensor_parallel)]
+def gpus_of_engines(count: int, tensor_parallel: int, *, first: int = 0) -> list[list[int]]:
+    """GPU numbers of each engine of one host: groups of `tensor_parallel` over `count` GPUs from `first`."""
+    return [list(range(gpu, gpu + tensor_parallel)) for gpu in range(first, first + count, tensor_parallel)]
 
 
 def detect_profile() -> str:

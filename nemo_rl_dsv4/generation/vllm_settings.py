@@ -219,9 +219,9 @@ def check_agreement(spec: VllmSpec, profile: Named) -> None:
         (
             not spec.sleep_mode
             or (spec.engine_arguments.get("kv_cache_memory_bytes", spec.kv_cache_memory_bytes) or 0) > 0,
-            "VllmSpec.sleep_mode is true but kv_cache_memory_bytes is not set: an engine that measures its KV pool "
-            "again when it wakes finds other memory free than before; set the pool's bytes, in a recipe "
-            "policy.generation.vllm_kwargs.kv_cache_memory_bytes",
+            "policy.dsv4.engine_sleep is true but policy.generation.vllm_kwargs.kv_cache_memory_bytes is not set: an "
+            "engine that measures its KV pool again when it wakes finds other memory free than before; set the "
+            "pool's bytes there",
         ),
     ]
     for holds, message in pairs:

@@ -443,10 +443,34 @@ def test_a_dry_run_names_a_python_of_vllm_that_is_missing(recipe, tmp_path):
     [
         ("cluster.num_nodes=2", "num_nodes is 2; the embedded runtime's vLLM engines run on one host"),
         ("policy.generation.vllm_cfg.async_engine=true", "async_engine is true"),
-        ("policy.generation.colocated.enabled=false", "colocated.enabled is false"),
     ],
 )
 def test_a_dry_run_says_that_engines_run_on_one_host(recipe, override, message):
     assert not_implemented(recipe(GPU), "embedded") == []
     (line,) = not_implemented(recipe([*GPU, override]), "embedded")
     assert message in line
+
+
+OWN_GPUS = (
+    "cluster.gpus_per_node=2",
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+)
+POOL = "+policy.generation.vllm_kwargs.kv_cache_memory_bytes=1000000000"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([*GPU, "policy.dsv4.engine_sleep=true"], "vllm_kwargs.kv_cache_memory_bytes is not set"),
+        (
+            [*GPU, *OWN_GPUS, "policy.dsv4.engine_sleep=true", POOL],
+            "only vLLM engines that share the policy's GPUs sleep",
+        ),
+        (["policy.dsv4.engine_sleep=true"], "policy.generation.backend is reference"),
+    ],
+)
+def test_engines_sleep_only_where_they_can(recipe, overrides, message):
+    with pytest.raises(UserError, match=message):
+        validate(recipe(overrides), runs_here=False)
+    validate(recipe([*GPU, "policy.dsv4.engine_sleep=true", POOL]), runs_here=False)

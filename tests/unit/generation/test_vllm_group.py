@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from nemo_rl_dsv4.generation.sampling import SamplingParams
 def test_colocated_engines_take_consecutive_gpus() -> None:
     assert vllm.gpus_of_engines(8, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert vllm.gpus_of_engines(1, 1) == [[0]]
+    assert vllm.gpus_of_engines(4, 2, first=4) == [[4, 5], [6, 7]]
 
 
 def test_python_of_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +67,61 @@ def test_a_profile_is_asked_where_the_gpu_is(monkeypatch) -> None:
 
     with pytest.raises(ValueError, match="resolved on the worker that owns one"):
         profile_of_device()
+
+
+class SleepyActor:
+    """An engine that notes what is asked of it."""
+
+    def __init__(self, notes: list[str]) -> None:
+        def remote(name):
+            return SimpleNamespace(remote=lambda *words: notes.append(" ".join((name, *words))))
+
+        self.sleep, self.wake_up = remote("sleep"), remote("wake")
+
+
+@pytest.fixture
+def sleepy(group, monkeypatch):
+    notes: list[str] = []
+    group.sleeps, group.actors = True, [SleepyActor(notes)]
+    monkeypatch.setattr(vllm, "get", lambda answers: answers)
+
+    def load(self, weights: str) -> dict[str, float]:
+        notes.append(f"load {Path(weights).name}")
+        if not Path(weights).is_dir():
+            raise UserError("no buckets")
+        return {}
+
+    monkeypatch.setattr(EngineGroup, "update_weights", load)
+    return group, notes
+
+
+def test_a_sleeping_engine_gets_weights_before_its_cache(sleepy) -> None:
+    """A second rollout without a refit in between, as dynamic sampling does, needs the old weights again."""
+    group, notes = sleepy
+    group.finish_generation()
+    assert notes == []  # nothing to load again yet
+    group.bucket_folder(1).mkdir()
+    group.update_weights(group.bucket_folder(1))
+    for _ in range(2):
+        group.prepare_for_generation()
+        group.finish_generation()
+        group.finish_generation()
+    assert notes == ["load version-1", "sleep", "wake weights", "load version-1", "wake kv_cache", "sleep"]
+    group.bucket_folder(2).mkdir()
+    notes.clear()
+    group.update_weights(group.bucket_folder(2))
+    group.prepare_for_generation()
+    assert notes == ["wake weights", "load version-2", "wake kv_cache"]
+
+
+def test_a_failed_load_leaves_a_sleeping_engine_asleep(sleepy) -> None:
+    group, notes = sleepy
+    group.bucket_folder(1).mkdir()
+    group.update_weights(group.bucket_folder(1))
+    group.finish_generation()
+    notes.clear()
+    with pytest.raises(UserError, match="no buckets"):
+        group.update_weights(group.bucket_folder(2))
+    assert notes == ["wake weights", "load version-2", "sleep"] and group.asleep
+    group.prepare_for_generation()
+    assert notes[3:] == ["wake weights", "load version-1", "wake kv_cache"]
