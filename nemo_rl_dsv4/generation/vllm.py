@@ -6,6 +6,7 @@ host: weights travel as buckets in a folder, by default in shared memory.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -98,7 +99,8 @@ class VllmGeneration(EngineGroup):
     Args:
         params: the recipe's sampling parameters.
         pad_id: id that fills `output_ids` behind a response.
-        gpus: GPU numbers of each engine, tensor-parallel ranks in order. They may be GPUs that train as well.
+        gpus: GPU numbers of each engine, tensor-parallel ranks in order, counted among those that this process sees.
+            They may be GPUs that train as well.
         python: interpreter of the engines; see `engine_python`.
         environment: further environment variables of their processes.
         on_progress: called with the number of responses each time some are finished.
@@ -126,7 +128,7 @@ class VllmGeneration(EngineGroup):
 
         def start(number: int) -> Any:
             shown = {
-                "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus[number])),
+                "CUDA_VISIBLE_DEVICES": ",".join(visible_gpus(gpus[number])),
                 "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
             }
             runtime_env = {"py_executable": python, "env_vars": {**environment, **shown}}
@@ -190,6 +192,24 @@ class VllmGeneration(EngineGroup):
 def gpus_of_engines(count: int, tensor_parallel: int, *, first: int = 0) -> list[list[int]]:
     """GPU numbers of each engine of one host: groups of `tensor_parallel` over `count` GPUs from `first`."""
     return [list(range(gpu, gpu + tensor_parallel)) for gpu in range(first, first + count, tensor_parallel)]
+
+
+def visible_gpus(numbers: list[int]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES of an engine must say, so that it gets the GPUs that this process counts as `numbers`.
+
+    Raises:
+        UserError: CUDA_VISIBLE_DEVICES of this process names fewer.
+    """
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if own is None:
+        return [str(number) for number in numbers]
+    names = [name.strip() for name in own.split(",") if name.strip()]
+    if max(numbers) >= len(names):
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES is {own!r}, {len(names)} GPUs, but a rollout engine needs number {max(numbers)} of "
+            "them; name more, or lower cluster.gpus_per_node"
+        )
+    return [names[number] for number in numbers]
 
 
 def detect_profile() -> str:

@@ -452,9 +452,9 @@ def test_a_dry_run_says_that_engines_run_on_one_host(recipe, override, message):
 
 
 OWN_GPUS = (
-    "cluster.gpus_per_node=2",
+    "cluster.gpus_per_node=16",
     "policy.generation.colocated.enabled=false",
-    "policy.generation.colocated.resources.gpus_per_node=1",
+    "policy.generation.colocated.resources.gpus_per_node=8",
 )
 POOL = "+policy.generation.vllm_kwargs.kv_cache_memory_bytes=1000000000"
 
