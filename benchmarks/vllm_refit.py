@@ -1,4 +1,4 @@
-"""Refit a real vLLM engine twice and compare its log-probabilities with a fresh engine's, on one Hopper GPU.
+"""Refit a real vLLM engine twice and compare its log-probabilities with a fresh engine's, on one or more Hopper GPUs.
 
     python benchmarks/vllm_refit.py make DIR            weights of three versions; FP8 checkpoints DIR/v0 and DIR/v2
     python benchmarks/vllm_refit.py refit DIR           engine on v0, refits to v1 and v2, then the injected fault
@@ -7,6 +7,12 @@
 
 Each phase is a process of its own, with vLLM 0.26.0 on the path for `refit` and `fresh` (AutoModel and transformers'
 DeepSeek-V4 are not needed). `refit --sleep` puts the engine to sleep (level 2) before the second refit.
+
+    python benchmarks/vllm_refit.py refit DIR --tensor-parallel 2 --transport folder ipc broadcast --ranks 2
+    python benchmarks/vllm_refit.py fresh DIR --tensor-parallel 2
+
+With `--ranks` the weights come from training ranks with shards of them (`refit_ranks.py`), over each transport in turn:
+refits to versions 1 and 2, then one that breaks (a NaN on one rank), which must leave version 2 in every worker.
 """
 
 from __future__ import annotations
@@ -21,10 +27,16 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from refit_ranks import Ranks, sender_of
+
+from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL
 from nemo_rl_dsv4.model.official_names import expected_tensors, tensor_kind
 from nemo_rl_dsv4.refit import export_weights
 from nemo_rl_dsv4.refit.transport.file import write_folder
+from nemo_rl_dsv4.refit.worker_calls import call_workers
 
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -150,12 +162,24 @@ def make(folder: Path) -> None:
             print(f"version {version}: {count} buckets")
 
 
-def start_engine(checkpoint: Path, *, sleep_mode: bool = False, extension: bool = False) -> Any:
-    """A vLLM engine in this process."""
+def start_engine(
+    checkpoint: Path, *, sleep_mode: bool = False, extension: bool = False, tensor_parallel: int = 1
+) -> Any:
+    """A vLLM engine driven by this process."""
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     from vllm import LLM
 
+    arguments: dict[str, Any] = {"gpu_memory_utilization": 0.08}
+    if tensor_parallel > 1:
+        # A KV pool of a stated size: nothing is measured while other processes take memory on the same GPUs.
+        arguments = {
+            "tensor_parallel_size": tensor_parallel,
+            "distributed_executor_backend": "mp",
+            "disable_custom_all_reduce": True,
+            "gpu_memory_utilization": 0.2,
+            "kv_cache_memory_bytes": 4 << 30,
+        }
     return LLM(
         model=str(checkpoint),
         skip_tokenizer_init=True,
@@ -163,12 +187,12 @@ def start_engine(checkpoint: Path, *, sleep_mode: bool = False, extension: bool 
         kv_cache_dtype="fp8",
         block_size=256,
         max_model_len=2048,
-        gpu_memory_utilization=0.08,
         max_num_seqs=32,
         disable_log_stats=True,
         enable_prefix_caching=False,
         enable_sleep_mode=sleep_mode,
         **({"worker_extension_cls": EXTENSION} if extension else {}),
+        **arguments,
     )
 
 
@@ -208,7 +232,7 @@ def logprobs(engine: Any) -> dict[str, torch.Tensor]:
 def refit(folder: Path, *, sleep: bool) -> int:
     """Two refits with every weight compared, then one that leaves kernel references as the reload left them."""
     engine = start_engine(folder / "v0", sleep_mode=sleep, extension=True)
-    print("prepared:", engine.collective_rpc("dsv4_refit_prepare", args=("all",)))
+    print("prepared:", call_workers(engine, "dsv4_refit_prepare", "all"))
     results = {"v0": logprobs(engine)}
     bad = 0
     for version in (1, 2):
@@ -219,7 +243,7 @@ def refit(folder: Path, *, sleep: bool) -> int:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         started = time.perf_counter()
-        report = engine.collective_rpc("dsv4_refit_from_folder", args=(str(folder / f"buckets{version}"),))[0]
+        report = call_workers(engine, "dsv4_refit_from_folder", str(folder / f"buckets{version}"))[0]
         seconds = time.perf_counter() - started
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
         kept = (free - torch.cuda.mem_get_info()[0]) / 2**20
@@ -232,37 +256,141 @@ def refit(folder: Path, *, sleep: bool) -> int:
         bad += len(report["findings"])
         results[f"v{version}"] = logprobs(engine)
     torch.save(results, folder / "refit.pt")
-    arguments = {"skip_repointing": True}
-    report = engine.collective_rpc("dsv4_refit_from_folder", args=(str(folder / "buckets3"),), kwargs=arguments)[0]
+    report = call_workers(engine, "dsv4_refit_from_folder", str(folder / "buckets3"), skip_repointing=True)[0]
     stale = [finding for finding in report["findings"] if "stale" in finding]
     print(f"re-pointing skipped: {len(stale)} stale references found, first {stale[:2]}")
-    report = engine.collective_rpc("dsv4_refit_from_folder", args=(str(folder / "buckets2"),))[0]
+    report = call_workers(engine, "dsv4_refit_from_folder", str(folder / "buckets2"))[0]
     print(f"refit after the fault: {len(report['findings'])} findings {report['findings'][:5]}")
     again = logprobs(engine)
     print("version 2 once more: equal", all(torch.equal(again[key], results["v2"][key]) for key in again))
     return 1 if bad or not stale or report["findings"] else 0
 
 
-def fresh(folder: Path) -> None:
+class Served:
+    """An engine whose weights come from training ranks over one transport.
+
+    Args:
+        engine: `LLM`, or anything that `call_workers` can call.
+        ranks: the training ranks.
+        transport: `folder`, `ipc` or `broadcast`.
+        workers: number of the engine's workers.
+        scratch: folder for buckets.
+    """
+
+    def __init__(self, engine: Any, ranks: Ranks, transport: str, workers: int, scratch: Path) -> None:
+        self.engine, self.ranks, self.transport, self.scratch = engine, ranks, transport, scratch
+        if transport == "folder":
+            return
+        offers = ranks.call("offer", transport, workers)
+        if transport == "ipc":
+            self.addresses = {offer[0]: offer[1:] for offer in offers if offer}
+            return
+        served = [sender_of(worker, len(offers), transport) for worker in range(workers)]
+        places = [
+            (*offers[rank][:2], 1 + served[:worker].count(rank), offers[rank][2]) for worker, rank in enumerate(served)
+        ]
+        for link, offer in zip(ranks.links, offers, strict=True):
+            link.send(("connect", (offer[2],), {}))
+        call_workers(engine, "dsv4_refit_join", places, timeout=60.0)
+        ranks.finish("connect")
+
+    def refit(self, version: int) -> tuple[list[Any], list[Any]]:
+        """Send what the ranks hold as a version; reports of the ranks and of the workers.
+
+        Raises:
+            UserError: it broke; every process has given it up.
+        """
+        where = str(self.scratch / "sent")
+        self.ranks.start("send", self.transport, version, where)
+        errors: list[Exception] = []
+        sent: list[Any] = []
+        received: list[Any] = []
+        if self.transport == "folder":
+            sent = self.ranks.finish("send")
+            received = call_workers(self.engine, "dsv4_refit_from_folder", where)
+            return sent, received
+        try:
+            if self.transport == "ipc":
+                received = call_workers(self.engine, "dsv4_refit_from_senders", self.addresses, timeout=60.0)
+            else:
+                received = call_workers(self.engine, "dsv4_refit_from_broadcast", version)
+        except UserError as error:
+            errors.append(error)
+        try:
+            sent = self.ranks.finish("send")
+        except UserError as error:
+            errors.insert(0, error)
+        if errors:
+            raise errors[0]
+        return sent, received
+
+
+def refit_from_ranks(folder: Path, options: argparse.Namespace) -> int:
+    """Refits over every transport, from shards; 0 if all are clean and a broken one changes nothing."""
+    ranks = Ranks(options.ranks, "cuda", training_weights, BUCKET_BYTES)
+    engine = start_engine(folder / "v0", extension=True, tensor_parallel=options.tensor_parallel)
+    print("prepared:", call_workers(engine, "dsv4_refit_prepare", "all"), flush=True)
+    results = {"v0": logprobs(engine)}
+    bad, number = 0, 0
+    for transport in options.transport:
+        started = time.perf_counter()
+        served = Served(engine, ranks, transport, options.tensor_parallel, folder)
+        print(f"{transport}: connected in {time.perf_counter() - started:.2f} s", flush=True)
+        for version in (1, 2):
+            shards = ranks.call("load", version)
+            number += 1
+            started = time.perf_counter()
+            sent, received = served.refit(number)
+            seconds = time.perf_counter() - started
+            print(f"{transport}: version {version}, {seconds:.2f} s, shards of {shards[0]:.3f} GiB, ranks {sent}")
+            for worker, report in enumerate(received):
+                shown = {key: report[key] for key in ("tensors", "bytes", "checksum", "phases")}
+                print(f"  worker {worker}: {len(report['findings'])} findings {report['findings'][:3]} {shown}")
+                bad += len(report["findings"])
+        results["v2"] = logprobs(engine)
+        torch.save(results, folder / f"refit-{transport}.pt")
+        if transport != "folder":
+            number += 1
+            ranks.call("load", 3, spoiled=True)
+            try:
+                served.refit(number)
+                print(f"{transport}: a refit with a NaN was not refused")
+                bad += 1
+            except UserError as error:
+                print(f"{transport}: broken on purpose: {error}")
+            held, again = call_workers(engine, "dsv4_refit_version"), logprobs(engine)
+            same = all(torch.equal(again[key], results["v2"][key]) for key in again)
+            print(f"{transport}: afterwards {held}, logprobs of version 2 equal: {same}", flush=True)
+            bad += not same or any(found != {"version": number - 1, "valid": True} for found in held)
+    ranks.end()
+    torch.save(results, folder / "refit.pt")
+    return 1 if bad else 0
+
+
+def fresh(folder: Path, tensor_parallel: int) -> None:
     """The same requests on an engine that loaded version 2 from disk; twice, for the engine's own reproducibility."""
-    engine = start_engine(folder / "v2")
+    engine = start_engine(folder / "v2", tensor_parallel=tensor_parallel)
     first, second = logprobs(engine), logprobs(engine)
     print("fresh engine against itself: equal", all(torch.equal(first[key], second[key]) for key in first))
     torch.save(first, folder / "fresh.pt")
 
 
-def compare(folder: Path) -> int:
+def compare(folder: Path, transports: list[str]) -> int:
     """Print the differences; 0 only if there are none between the second refit and the fresh engine."""
-    refitted, wanted = torch.load(folder / "refit.pt"), torch.load(folder / "fresh.pt")
+    wanted = torch.load(folder / "fresh.pt")
     worst = 0.0
-    for key in ("prompt", "sampled"):
-        difference = (refitted["v2"][key] - wanted[key]).abs().max().item()
-        moved = (refitted["v2"][key] - refitted["v0"][key]).abs().max().item()
-        print(f"{key}: {wanted[key].numel()} logprobs, max difference to fresh {difference:g}, to v0 {moved:.3f}")
-        worst = max(worst, difference)
-    same_tokens = torch.equal(refitted["v2"]["tokens"], wanted["tokens"])
-    print(f"sampled tokens equal: {same_tokens}")
-    return 0 if worst == 0.0 and same_tokens else 1
+    for name in [f"refit-{transport}.pt" for transport in transports] or ["refit.pt"]:
+        refitted = torch.load(folder / name)
+        for key in ("prompt", "sampled"):
+            difference = (refitted["v2"][key] - wanted[key]).abs().max().item()
+            moved = (refitted["v2"][key] - refitted["v0"][key]).abs().max().item()
+            print(f"{name}: {key}: {wanted[key].numel()} logprobs, max difference to fresh {difference:g}, ", end="")
+            print(f"to v0 {moved:.3f}")
+            worst = max(worst, difference)
+        same_tokens = torch.equal(refitted["v2"]["tokens"], wanted["tokens"])
+        print(f"{name}: sampled tokens equal: {same_tokens}")
+        worst = worst if same_tokens else float("inf")
+    return 0 if worst == 0.0 else 1
 
 
 def main() -> int:
@@ -270,13 +398,26 @@ def main() -> int:
     parser.add_argument("phase", choices=("make", "refit", "fresh", "compare"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sleep", action="store_true", help="refit: sleep at level 2 before the second refit")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine")
+    parser.add_argument("--ranks", type=int, default=0, help="refit: training ranks that send; 0 takes make's buckets")
+    parser.add_argument(
+        "--transport",
+        nargs="+",
+        default=[],
+        choices=("folder", "ipc", "broadcast"),
+        help="refit with --ranks, compare: how weights travel",
+    )
     options = parser.parse_args()
+    if options.phase == "refit" and bool(options.ranks) != bool(options.transport):
+        parser.error("--ranks and --transport go together")
     if options.phase == "make":
         make(options.folder)
     elif options.phase == "fresh":
-        fresh(options.folder)
+        fresh(options.folder, options.tensor_parallel)
     elif options.phase == "compare":
-        return compare(options.folder)
+        return compare(options.folder, options.transport)
+    elif options.ranks:
+        return refit_from_ranks(options.folder, options)
     else:
         return refit(options.folder, sleep=options.sleep)
     return 0

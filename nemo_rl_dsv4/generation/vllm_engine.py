@@ -67,8 +67,8 @@ class VllmEngine:
         arguments = engine_arguments(spec, self.profile)
         # Read by vLLM when it is imported, and inherited by its worker processes.
         os.environ.update(engine_environment(self.profile, spec.environment))
-        if spec.tensor_parallel_size == 1:
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # The engine's loop runs in this process; several tensor-parallel workers are its children.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self.version = require_vllm()
         self.llm = _vllm().LLM(**arguments)
         self._refit_prepared = False

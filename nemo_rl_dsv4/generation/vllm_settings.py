@@ -163,6 +163,9 @@ def engine_arguments(spec: VllmSpec, profile: Named) -> dict[str, Any]:
         "disable_log_stats": True,
         "seed": spec.seed,
     }
+    if spec.tensor_parallel_size > 1:
+        # vLLM would start Ray workers of its own when it finds itself in a Ray actor with a placement group.
+        arguments["distributed_executor_backend"] = "mp"
     if spec.tokenizer is not None:
         arguments |= {"tokenizer": spec.tokenizer, "tokenizer_mode": spec.tokenizer_mode}
     if spec.kv_cache_memory_bytes is not None:

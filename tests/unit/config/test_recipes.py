@@ -11,6 +11,7 @@ from nemo_rl_dsv4.config import load_config, validate
 from nemo_rl_dsv4.config.inheritance import load_layers, merge_layers
 from nemo_rl_dsv4.config.topology import batch_flow, mesh_axes, ranks, sequence_multiple
 from nemo_rl_dsv4.config.unused_keys import unused_keys
+from nemo_rl_dsv4.generation.vllm import gpus_of_engines
 from nemo_rl_dsv4.planning.model_config import planned_config
 
 RECIPES = Path(__file__).parents[3] / "examples" / "configs" / "recipes" / "llm"
@@ -118,6 +119,21 @@ def test_cp2ep2_differs_from_qat_in_the_layout_and_in_where_it_writes():
     shorter = {"grpo.max_num_steps", "grpo.val_period", "grpo.max_val_samples", "grpo.val_batch_size"}
     places = {"logger.log_dir", "checkpointing.checkpoint_dir"}
     assert set(changed) <= {"policy.dsv4.cpu_processes"} | places | shorter
+
+
+def test_two_gpus_differ_from_one_in_the_layout_and_in_where_they_write():
+    one, two = (leaves(load_config(RECIPES / f"grpo-dsv4-mini-1n{n}g-automodel-qat.yaml").model_dump()) for n in (1, 2))
+    changed = {key: (one.get(key), two.get(key)) for key in one.keys() | two.keys() if one.get(key) != two.get(key)}
+    assert changed.pop("cluster.gpus_per_node") == (1, 2)
+    assert changed.pop("policy.dtensor_cfg.expert_parallel_size") == (1, 2)
+    assert changed.pop("policy.generation.vllm_cfg.tensor_parallel_size") == (1, 2)
+    assert set(changed) == {"logger.log_dir", "checkpointing.checkpoint_dir"}
+    for tensor_parallel, engines in ((1, [[0], [1]]), (2, [[0, 1]])):
+        override = [f"policy.generation.vllm_cfg.tensor_parallel_size={tensor_parallel}"]
+        config = load_config(RECIPES / "grpo-dsv4-mini-1n2g-automodel-qat.yaml", override)
+        assert validate(config, runs_here=False) == "embedded"
+        assert gpus_of_engines(config.world_size, tensor_parallel) == engines
+        assert mesh_axes(config) == {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "ep_shard": 1, "ep": 2}
 
 
 REFERENCE = "grpo-deepseek-v4-flash-0731-16n8g-automodel-cp8ep128"

@@ -33,6 +33,8 @@ def test_a_variable_that_changes_the_rounding_is_refused(name: str, value: str) 
 def test_arguments_of_the_reference_recipe() -> None:
     arguments = engine_arguments(replace(SPEC, tensor_parallel_size=8, engine_arguments={"max_num_seqs": 64}), HOPPER)
     assert arguments["tensor_parallel_size"] == 8
+    assert arguments["distributed_executor_backend"] == "mp"
+    assert "distributed_executor_backend" not in engine_arguments(SPEC, HOPPER)
     assert arguments["max_num_seqs"] == 64
     assert (arguments["kv_cache_dtype"], arguments["block_size"]) == ("fp8_ds_mla", 256)
     assert arguments["enable_prefix_caching"] is False
@@ -95,3 +97,15 @@ def test_the_light_table_says_what_the_profiles_say() -> None:
             inputs is not None and inputs.scale == "ue8m0",
             profile.site("kv.swa") is not None,
         ), name
+
+
+def test_switches_of_the_machine_reach_every_process() -> None:
+    """A host may forbid NVLink multicast by these variables: what we set must not hide them, nor start from nothing."""
+    from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, GPU_WORKER_OPTIONS
+
+    machine = {"NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"}
+    for options in (CPU_WORKER_OPTIONS, GPU_WORKER_OPTIONS):
+        runtime = options["runtime_env"]
+        assert runtime.keys() == {"env_vars"}  # Ray adds these to the variables that the cluster was started with
+        assert not machine & runtime["env_vars"].keys()
+    assert not machine & engine_environment(HOPPER, {}).keys()
