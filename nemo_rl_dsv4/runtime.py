@@ -89,7 +89,9 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
         group = PolicyGroup(config.world_size, device="cuda" if config.cluster.gpus_per_node else "cpu")
         progress_bars = RunConsole(console, config.grpo.max_num_steps)
         phases = Phases(progress_bars)
-        generation = start_engines(config, tokenizer, phases.advance)
+        # Engines that roll out beside training have no bar: the phase on show is another one.
+        on_progress = (lambda count: None) if config.grpo.async_grpo.enabled else phases.advance
+        generation = start_engines(config, tokenizer, on_progress)
         checkpoint = resolve_checkpoint(config, tokenizer, train_set, group, console)
         check_vocabulary(config, tokenizer, checkpoint)
         rounding = build_policy(config, checkpoint, group, console)

@@ -56,18 +56,18 @@ class AdvEstimator(Section):
 
 
 class AsyncGRPO(Section):
-    """NeMo-RL's asynchronous mode."""
+    """Roll out the next batches while the policy trains on this one."""
 
-    enabled: Literal[False] = False
-    """Only ``false``: rollout and training alternate."""
+    enabled: bool = False
+    """False: rollout and training alternate."""
     max_trajectory_age_steps: Positive = 1
-    """A key of the asynchronous mode; without effect here."""
+    """Updates that may lie between the weights a batch was sampled with and those it trains."""
     max_generation_failures: NonNegative = 0
-    """A key of the asynchronous mode; without effect here."""
+    """A key of NeMo-RL's runtime; without effect in the embedded one, which restarts engines that die."""
     in_flight_weight_updates: bool = False
-    """A key of the asynchronous mode; without effect here."""
+    """A key of NeMo-RL's runtime; refused by the embedded one, whose engines get weights between batches."""
     recompute_kv_cache_after_weight_updates: bool = False
-    """A key of the asynchronous mode; without effect here."""
+    """A key of NeMo-RL's runtime; no cache outlives a batch of the embedded one."""
 
 
 class GRPO(Section):

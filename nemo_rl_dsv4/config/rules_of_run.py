@@ -45,6 +45,30 @@ def check_algorithm(config: MasterConfig) -> None:
     )
 
 
+def check_async(config: MasterConfig, runtime: Runtime) -> None:
+    """Rolling out ahead: the loss knows of the older weights, and the engines are there while the policy trains."""
+    ahead, where = config.grpo.async_grpo, "grpo.async_grpo"
+    if not ahead.enabled:
+        return
+    require(
+        config.loss_fn.use_importance_sampling_correction,
+        f"{where}.enabled is true but loss_fn.use_importance_sampling_correction is false: batches are sampled with "
+        "weights that are older than those they train, and only the correction accounts for it; set it to true",
+    )
+    if runtime == "nemo_rl":
+        return
+    require(
+        not ahead.in_flight_weight_updates,
+        f"{where}.in_flight_weight_updates is true; the embedded runtime gives engines weights between batches: set "
+        "it to false, or use runtime nemo_rl",
+    )
+    require(
+        not config.policy.dsv4.engine_sleep,
+        f"{where}.enabled is true and policy.dsv4.engine_sleep too, but engines that roll out while the policy trains "
+        "cannot sleep meanwhile; set one of them to false",
+    )
+
+
 def check_data(config: MasterConfig, runtime: Runtime) -> None:
     """Data sets are named, not empty, large enough, and there where validation needs them."""
     grpo, data = config.grpo, config.data

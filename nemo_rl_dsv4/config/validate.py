@@ -17,6 +17,7 @@ from nemo_rl_dsv4.config.rules_of_numerics import check_available, check_hardwar
 from nemo_rl_dsv4.config.rules_of_rollout import check_rollout_engine, check_target
 from nemo_rl_dsv4.config.rules_of_run import (
     check_algorithm,
+    check_async,
     check_data,
     check_optimizer,
     check_outputs,
@@ -60,6 +61,7 @@ def validate(config: MasterConfig, *, runs_here: bool = True) -> Runtime:
         check(config)
     check_rollout_engine(config, runtime)
     check_data(config, runtime)
+    check_async(config, runtime)
     check_scoring(config, runtime)
     for check in (check_optimizer, check_scheduler, check_outputs, check_algorithm):
         check(config)

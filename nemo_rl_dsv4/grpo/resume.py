@@ -10,6 +10,7 @@ from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.grpo.checkpoint_files import POLICY, read_checkpoint
 from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore
 from nemo_rl_dsv4.grpo.protocols import Loader, Policy
+from nemo_rl_dsv4.grpo.rollout_source import Position
 from nemo_rl_dsv4.grpo.settings import TrainerSettings
 from nemo_rl_dsv4.utils.random_state import restore_rng_state, rng_state
 
@@ -29,7 +30,7 @@ class TrainingState:
 
 
 def training_info(
-    state: TrainingState, loader: Loader, logged: dict[str, float], settings: TrainerSettings
+    state: TrainingState, loader: Loader | Position, logged: dict[str, float], settings: TrainerSettings
 ) -> dict[str, Any]:
     """What a resumed run needs besides the policy, and the metrics of the step (those that are finite).
 

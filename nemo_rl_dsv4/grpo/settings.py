@@ -143,6 +143,19 @@ class AdvantageSettings:
 
 
 @dataclass(frozen=True)
+class AsyncSettings:
+    """`grpo.async_grpo`: roll out the next batches while the policy trains on this one."""
+
+    enabled: bool = False
+    max_trajectory_age_steps: int = 1
+    """Updates that may lie between the weights a batch was sampled with and those it trains."""
+
+    def __post_init__(self) -> None:
+        where, age = "grpo.async_grpo.max_trajectory_age_steps", self.max_trajectory_age_steps
+        _require(age >= 1, where, age, "at least 1")
+
+
+@dataclass(frozen=True)
 class GRPOSettings:
     """`grpo`: sizes of a step, advantages, validation and when to stop."""
 
@@ -180,6 +193,7 @@ class GRPOSettings:
     seed: int = 42
     reward_scaling: RewardScalingSettings = field(default_factory=RewardScalingSettings)
     reward_shaping: RewardShapingSettings = field(default_factory=RewardShapingSettings)
+    async_grpo: AsyncSettings = field(default_factory=AsyncSettings)
 
     def __post_init__(self) -> None:
         for name in ("num_prompts_per_step", "num_generations_per_prompt", "max_num_epochs", "max_num_steps"):

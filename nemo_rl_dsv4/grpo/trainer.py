@@ -1,7 +1,8 @@
 """The GRPO loop, in NeMo-RL's step order."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from nemo_rl_dsv4.grpo.phases import Phases
 from nemo_rl_dsv4.grpo.protocols import Environment, Generation, Loader, MetricsLogger, Policy, Prompt, Tokenizer
 from nemo_rl_dsv4.grpo.reductions import combined_mask
 from nemo_rl_dsv4.grpo.resume import TrainingState, restore, training_info
-from nemo_rl_dsv4.grpo.rollout import gather_rollouts
+from nemo_rl_dsv4.grpo.rollout import StepRollouts, gather_rollouts
 from nemo_rl_dsv4.grpo.rollout_correction import mask_high_error_sequences, sequence_mult_prob_error
+from nemo_rl_dsv4.grpo.rollout_source import Ahead, Alternating, Position, RolloutSource
 from nemo_rl_dsv4.grpo.settings import TrainerSettings
 from nemo_rl_dsv4.grpo.step_metrics import (
     advantage_metrics,
@@ -74,7 +76,8 @@ def grpo_train(
             training).
         settings: see :class:`nemo_rl_dsv4.grpo.settings.TrainerSettings`.
         checkpoints: where checkpoints go; None writes none. A new run needs a folder without checkpoints.
-        resume_from: a `step_N` folder; the run goes on with step N + 1 exactly as it would have.
+        resume_from: a `step_N` folder; the run goes on with step N + 1 exactly as it would have (with
+            `grpo.async_grpo` from rollouts of newer weights).
         phases: time and progress; may be shared with an engine that reports its own progress.
 
     Raises:
@@ -91,82 +94,104 @@ def grpo_train(
     if summary.stop_reason:
         raise UserError(f"nothing to train: {summary.stop_reason} already; raise grpo.max_num_steps or max_num_epochs")
 
-    def run_validation() -> dict[str, float]:
-        rollout.refit()
-        result = validate(
-            val_prompts, generation, environment, tokenizer, settings.grpo, settings.validation_sampling, phases
-        )
-        summary.first_validation = summary.first_validation or result
-        summary.last_validation = result
-        return result
+    def gather(step: int, phases: Phases) -> StepRollouts:
+        return gather_rollouts(loader, generation, environment, tokenizer, settings.grpo, phases, step=step)
 
-    if settings.grpo.val_at_start and state.step == 0:
-        phases.start_step()
-        metrics = named_for_log("validation", run_validation()) | timing_metrics(phases.seconds())
-        metrics |= named_for_log("refit", rollout.take_metrics())
-        logger.log_step(0, metrics)
-        phases.finish_step(0, metrics)
-        summary.stop_reason = target_reached(summary.last_validation, settings)
+    with closing(rollout_source(gather, rollout.refit, loader, phases, settings)) as source:
 
-    while not summary.stop_reason:
-        if checkpoints is not None:
-            checkpoints.raise_failure()
-        phases.start_step()
-        step = state.step + 1
-        rollout.refit()
-        rollouts, metrics = gather_rollouts(
-            loader, generation, environment, tokenizer, settings.grpo, phases, step=step
-        )
-        with phases.phase("data_processing"):
-            data = build_train_data(
-                rollouts,
-                pad_id=tokenizer.pad_id,
-                divisible_by=settings.sequence_multiple,
-                overlong_filtering=settings.grpo.overlong_filtering,
+        def run_validation() -> dict[str, float]:
+            source.settle()
+            rollout.refit()
+            result = validate(
+                val_prompts, generation, environment, tokenizer, settings.grpo, settings.validation_sampling, phases
             )
-        with phases.phase("policy_and_reference_logprobs", total=len(rollouts)):
-            add_logprobs(data, policy, settings)
-        with phases.phase("advantage_calculation"):
-            metrics |= mask_sequences(data, settings)
-            add_advantages(data, rollouts, settings)
-        with phases.phase("training_prep"):
-            policy.prepare_for_training()
-        with phases.phase("policy_training", total=len(rollouts)):
-            rollout.stale = True
-            result = policy.train(data, loss_fn)
-            policy.finish_training()
-        metrics |= rollout_metrics(rollouts) | advantage_metrics(data) | training_metrics(result, data)
+            summary.first_validation = summary.first_validation or result
+            summary.last_validation = result
+            return result
 
-        state.step = step
-        state.consumed_samples += settings.grpo.num_prompts_per_step
-        state.total_valid_tokens += metrics["global_valid_toks"]
-        summary.stop_reason = finished(state, loader, settings, started) or ""
+        if settings.grpo.val_at_start and state.step == 0:
+            phases.start_step()
+            metrics = named_for_log("validation", run_validation()) | timing_metrics(phases.seconds())
+            metrics |= named_for_log("refit", rollout.take_metrics())
+            logger.log_step(0, metrics)
+            phases.finish_step(0, metrics)
+            summary.stop_reason = target_reached(summary.last_validation, settings)
 
-        logged = named_for_log("train", metrics)
-        if validation_due(step, is_last=bool(summary.stop_reason), settings=settings.grpo):
-            validation = run_validation()
-            logged |= named_for_log("validation", validation)
-            summary.stop_reason = summary.stop_reason or target_reached(validation, settings)
-        logged |= named_for_log("refit", rollout.take_metrics())
-
-        due = step % settings.checkpointing.save_period == 0 or bool(summary.stop_reason)
-        if checkpoints is not None and settings.checkpointing.enabled and due:
-            with phases.phase("checkpointing"):
+        while not summary.stop_reason:
+            if checkpoints is not None:
+                checkpoints.raise_failure()
+            phases.start_step()
+            step = state.step + 1
+            rollouts, metrics = source.batch(step)
+            with phases.phase("data_processing"):
+                data = build_train_data(
+                    rollouts,
+                    pad_id=tokenizer.pad_id,
+                    divisible_by=settings.sequence_multiple,
+                    overlong_filtering=settings.grpo.overlong_filtering,
+                )
+            with phases.phase("policy_and_reference_logprobs", total=len(rollouts)):
+                add_logprobs(data, policy, settings)
+            with phases.phase("advantage_calculation"):
+                metrics |= mask_sequences(data, settings)
+                add_advantages(data, rollouts, settings)
+            with phases.phase("training_prep"):
                 policy.prepare_for_training()
-                info = training_info(state, loader, logged, settings)
-                summary.checkpoints.append(checkpoints.write(step, info, policy.save_checkpoint, settings.config_yaml))
+            with phases.phase("policy_training", total=len(rollouts)):
+                rollout.stale = True
+                result = policy.train(data, loss_fn)
                 policy.finish_training()
+            metrics |= rollout_metrics(rollouts) | advantage_metrics(data) | training_metrics(result, data)
 
-        seconds = phases.seconds()
-        speed = throughput(seconds, metrics["total_num_tokens"], len(rollouts), settings.processes)
-        logged |= named_for_log("performance", speed) | timing_metrics(seconds)
-        logger.log_step(step, logged)
-        phases.finish_step(step, logged)
+            state.step = step
+            state.consumed_samples += settings.grpo.num_prompts_per_step
+            state.total_valid_tokens += metrics["global_valid_toks"]
+            summary.stop_reason = finished(state, source.position(), settings, started) or ""
+
+            logged = named_for_log("train", metrics)
+            if validation_due(step, is_last=bool(summary.stop_reason), settings=settings.grpo):
+                validation = run_validation()
+                logged |= named_for_log("validation", validation)
+                summary.stop_reason = summary.stop_reason or target_reached(validation, settings)
+            logged |= named_for_log("refit", rollout.take_metrics())
+
+            due = step % settings.checkpointing.save_period == 0 or bool(summary.stop_reason)
+            if checkpoints is not None and settings.checkpointing.enabled and due:
+                with phases.phase("checkpointing"):
+                    policy.prepare_for_training()
+                    info = training_info(state, source.position(), logged, settings)
+                    summary.checkpoints.append(
+                        checkpoints.write(step, info, policy.save_checkpoint, settings.config_yaml)
+                    )
+                    policy.finish_training()
+
+            seconds = phases.seconds()
+            hidden = source.background_seconds()
+            speed = throughput(hidden | seconds, metrics["total_num_tokens"], len(rollouts), settings.processes)
+            logged |= named_for_log("performance", speed) | timing_metrics(seconds)
+            logged |= {f"timing/train/background/{name}": value for name, value in hidden.items()}
+            logger.log_step(step, logged)
+            phases.finish_step(step, logged)
 
     if checkpoints is not None:
         checkpoints.wait()
     summary.seconds = time.monotonic() - started
     return summary
+
+
+def rollout_source(
+    gather: Callable[[int, Phases], StepRollouts],
+    refit: Callable[[], None],
+    loader: Loader,
+    phases: Phases,
+    settings: TrainerSettings,
+) -> RolloutSource:
+    """Rollout and training in turns, or with `grpo.async_grpo` at the same time."""
+    ahead = settings.grpo.async_grpo
+    if not ahead.enabled:
+        return Alternating(gather, refit, loader, phases)
+    age, last = ahead.max_trajectory_age_steps, settings.grpo.max_num_steps
+    return Ahead(gather, refit, loader, phases, max_age=age, last_step=last)
 
 
 class FreshRollout:
@@ -231,7 +256,7 @@ def check_validation_prompts(val_prompts: Sequence[Prompt], settings: TrainerSet
         )
 
 
-def finished(state: TrainingState, loader: Loader, settings: TrainerSettings, started: float) -> str | None:
+def finished(state: TrainingState, loader: Loader | Position, settings: TrainerSettings, started: float) -> str | None:
     """Why there is no further step, or None."""
     if state.step >= settings.grpo.max_num_steps:
         return f"max_num_steps {settings.grpo.max_num_steps} is reached"

@@ -474,3 +474,21 @@ def test_engines_sleep_only_where_they_can(recipe, overrides, message):
     with pytest.raises(UserError, match=message):
         validate(recipe(overrides), runs_here=False)
     validate(recipe([*GPU, "policy.dsv4.engine_sleep=true", POOL]), runs_here=False)
+
+
+AHEAD = "grpo.async_grpo.enabled=true"
+CORRECTED = "loss_fn.use_importance_sampling_correction=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([AHEAD, "loss_fn.use_importance_sampling_correction=false"], "use_importance_sampling_correction is false"),
+        ([AHEAD, CORRECTED, "grpo.async_grpo.in_flight_weight_updates=true"], "in_flight_weight_updates is true"),
+        ([*GPU, AHEAD, CORRECTED, "policy.dsv4.engine_sleep=true", POOL], "cannot sleep meanwhile"),
+    ],
+)
+def test_rolling_out_ahead_needs_the_correction_and_awake_engines(recipe, overrides, message):
+    with pytest.raises(UserError, match=message):
+        validate(recipe(overrides), runs_here=False)
+    validate(recipe([AHEAD, CORRECTED]), runs_here=False)
