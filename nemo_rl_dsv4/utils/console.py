@@ -54,12 +54,16 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def phase_seconds(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Phase -> seconds, longest first, out of the timing metrics; the total is not a phase."""
+    """Phase -> seconds, longest first, out of the timing metrics.
+
+    The total is no phase, and neither is what another thread does meanwhile.
+    """
     phases = {
         PHASE_LABELS.get(label, label): value
         for name, value in metrics.items()
         if value is not None and name != TOTAL_TIME and (name.startswith(PHASE_PREFIX) or name == VALIDATION_TIME)
         for label in [name.split("/", 2)[2]]
+        if not label.startswith("background/")
     }
     return dict(sorted(phases.items(), key=lambda item: -item[1]))
 

@@ -1,0 +1,153 @@
+"""Several runs beside each other: one row of numbers each, and one picture of all."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.utils.console import phase_seconds
+from nemo_rl_dsv4.utils.metrics_file import read_steps
+from nemo_rl_dsv4.utils.plots import COLORS, INK, running_mean, save_png, series, style_axes
+from nemo_rl_dsv4.utils.run_folder import METRICS_FILE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Record = Mapping[str, Any]
+MISMATCH = {
+    "k3": "train/gen_kl_error",
+    "k1": "rollout_corr/kl",
+    "probs diff": "training/rollout_probs_diff_mean",
+}
+ENDS = 50
+"""Steps of a run's beginning and end whose mismatch is compared; of a shorter run a third."""
+SETTLED = 10
+"""Steps at the beginning of a run that compile kernels; left out of step times where there are more."""
+SMOOTHING = 9
+PANELS = (
+    ("Reward", "train/reward", False),
+    ("Validation accuracy", "validation/accuracy", False),
+    ("KL between rollout and trainer (k3)", "train/gen_kl_error", True),
+    ("Probability difference", "training/rollout_probs_diff_mean", True),
+    ("Entropy", "train/approx_entropy", False),
+    ("Gradient norm", "train/grad_norm", False),
+    ("Response tokens", "train/mean_gen_tokens_per_sample", False),
+)
+
+
+def training_records(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl.
+
+    Raises:
+        UserError: the folder holds none, or no training step.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    if not path.is_file():
+        raise UserError(f"{run_dir} holds no {METRICS_FILE}; name a run folder such as logs/RECIPE/exp_001")
+    records = read_steps(path)
+    if not any(record.get("train/reward") is not None for record in records):
+        raise UserError(f"{path} has no training step")
+    return records
+
+
+def summarize_run(records: Sequence[Record]) -> dict[str, float]:
+    """What a table of runs shows.
+
+    Returns:
+        `steps`; of each distance between rollout and trainer the value of step 1, the mean, and `drift`, the mean of
+        the last steps over that of the first (`ENDS`); reward of the first and last five steps; first and last
+        held-out accuracy; `seconds a step` and the share of it of each phase (medians, without the steps that compile);
+        `seconds, steps`, the sum.
+    """
+    steps = [record for record in records if record.get("train/reward") is not None]
+    row: dict[str, float] = {"steps": len(steps)}
+    for label, name in MISMATCH.items():
+        values = [record[name] for record in steps if record.get(name) is not None]
+        if not values:
+            continue
+        row[f"{label}, step 1"], row[f"{label}, mean"] = values[0], statistics.fmean(values)
+        ends = min(ENDS, len(values) // 3)
+        if ends and (first := statistics.fmean(values[:ends])) != 0:
+            row[f"{label}, drift"] = statistics.fmean(values[-ends:]) / first
+    rewards = [record["train/reward"] for record in steps]
+    row["reward, first 5"], row["reward, last 5"] = statistics.fmean(rewards[:5]), statistics.fmean(rewards[-5:])
+    accuracies = [record["validation/accuracy"] for record in records if record.get("validation/accuracy") is not None]
+    if accuracies:
+        row["accuracy, first"], row["accuracy, last"] = accuracies[0], accuracies[-1]
+    total, phases = step_seconds(steps)
+    if total > 0:
+        row["seconds a step"] = total
+        row |= {f"share of {name}": seconds / total for name, seconds in phases.items()}
+    row["seconds, steps"] = sum(record.get("timing/train/total_step_time") or 0.0 for record in records)
+    return row
+
+
+def step_seconds(steps: Sequence[Record]) -> tuple[float, dict[str, float]]:
+    """Median seconds of a step and of its phases, without validation and checkpoints, after the first steps."""
+    plain = [record for record in steps if record.get("validation/accuracy") is None]
+    plain = plain[SETTLED:] or plain
+    totals = [record["timing/train/total_step_time"] for record in plain if record.get("timing/train/total_step_time")]
+    names = sorted({name for record in plain for name in phase_seconds(record)})
+    phases = {name: statistics.median(phase_seconds(record).get(name, 0.0) for record in plain) for name in names}
+    return (statistics.median(totals) if totals else 0.0), {name: value for name, value in phases.items() if value > 0}
+
+
+def draw_comparison(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
+    """One panel a metric with a line for each run, and seconds by phase.
+
+    Args:
+        runs: name -> lines of metrics.jsonl.
+        path: the PNG to write.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(17.0, 7.6), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(2, 4).flat)
+    for panel, (title, name, log) in zip(axes, PANELS, strict=False):
+        _lines(panel, runs, title, name, log=log)
+    _bars(axes[-1], runs)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels), frameon=False, fontsize=10)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_png(figure, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot write the picture there ({error.strerror})") from error
+
+
+def _lines(axes: Axes, runs: Mapping[str, Sequence[Record]], title: str, name: str, *, log: bool) -> None:
+    style_axes(axes, title, "step")
+    for (label, records), color in zip(runs.items(), COLORS, strict=False):
+        steps, values = series(list(map(dict, records)), name)
+        if log:
+            kept = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
+            steps, values = [s for s, _ in kept], [v for _, v in kept]
+        if len(values) > 3 * SMOOTHING:
+            axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+            values = running_mean(values, SMOOTHING)
+        axes.plot(steps, values, color=color, linewidth=1.8, label=label, marker="o" if len(values) < 10 else None)
+    if log and axes.lines:
+        axes.set_yscale("log")
+
+
+def _bars(axes: Axes, runs: Mapping[str, Sequence[Record]]) -> None:
+    style_axes(axes, "Seconds a step by phase (median)", "seconds")
+    timed = [step_seconds([r for r in records if r.get("train/reward") is not None])[1] for records in runs.values()]
+    names = sorted({name for phases in timed for name in phases}, key=lambda name: -sum(p.get(name, 0) for p in timed))
+    left = [0.0] * len(timed)
+    for name, color in zip(names[: len(COLORS)], COLORS, strict=False):
+        widths = [phases.get(name, 0.0) for phases in timed]
+        axes.barh(range(len(timed)), widths, left=left, color=color, label=name, height=0.6)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(timed)), list(runs), color=INK)
+    axes.invert_yaxis()
+    if names:
+        axes.legend(fontsize=7.5, frameon=False, ncols=2, loc="lower right")

@@ -1,0 +1,82 @@
+"""Several runs beside each other."""
+
+import json
+
+import pytest
+from matplotlib.image import imread
+
+from nemo_rl_dsv4.cli.main import main
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.utils.compare import step_seconds, summarize_run, training_records
+from nemo_rl_dsv4.utils.metrics_file import append_step
+
+
+def step(number: int, k3: float, **more: float) -> dict[str, float]:
+    return {
+        "step": number,
+        "train/reward": 0.01 * number,
+        "train/gen_kl_error": k3,
+        "rollout_corr/kl": 0.0,
+        "timing/train/total_step_time": 100.0 if number <= 10 else 4.0,
+        "timing/train/generation": 3.0,
+        "timing/train/prepare_for_generation/total": 0.2,
+        "timing/train/background/generation": 50.0,
+        **more,
+    }
+
+
+RECORDS = [
+    {"step": 0, "validation/accuracy": 0.25},
+    *(step(n, 1e-3 if n <= 50 else 3e-3 if n > 100 else 9.0) for n in range(1, 150)),
+    step(150, 3e-3, **{"validation/accuracy": 0.5, "timing/train/total_step_time": 900.0}),
+]
+
+
+def test_drift_compares_the_ends_and_step_times_leave_out_what_compiles() -> None:
+    row = summarize_run(RECORDS)
+    assert row["steps"] == 150
+    assert row["k3, step 1"] == 1e-3 and row["k3, drift"] == pytest.approx(3.0)
+    assert "k1, drift" not in row  # a mean of 0 has no ratio
+    assert row["seconds a step"] == 4.0
+    assert row["share of rollout"] == 0.75
+    assert (row["accuracy, first"], row["accuracy, last"]) == (0.25, 0.5)
+    assert not any("background" in name for name in row)
+
+
+def test_a_short_run_compares_thirds() -> None:
+    row = summarize_run([step(1, 1.0), step(2, 5.0), step(3, 2.0)])
+    assert row["k3, drift"] == 2.0 and row["k3, mean"] == pytest.approx(8 / 3)
+    assert step_seconds([step(1, 1.0)])[0] == 100.0
+
+
+def write(folder, records) -> None:
+    folder.mkdir(parents=True)
+    for record in records:
+        values = dict(record)
+        append_step(folder / "metrics.jsonl", values.pop("step"), values)
+
+
+def test_runs_are_drawn_into_one_picture(tmp_path, capsys) -> None:
+    for mode in ("bf16", "qat"):
+        write(tmp_path / mode / "exp_001", RECORDS[:40])
+    runs = [str(tmp_path / mode / "exp_001") for mode in ("bf16", "qat")]
+    out = tmp_path / "new" / "both.png"
+    assert main(["plot", *runs, "--out", str(out), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert list(shown["runs"]) == ["bf16/exp_001", "qat/exp_001"] and shown["plots"] == str(out)
+    picture = imread(out)
+    assert picture.shape[1] > 1500
+    assert len({tuple(pixel) for pixel in picture[::7, ::7].reshape(-1, picture.shape[2]).tolist()}) > 20
+    assert main(["plot", *runs, "--out", str(out)]) == 0
+    assert "k3, drift" in capsys.readouterr().out
+
+
+def test_bad_input(tmp_path, capsys) -> None:
+    with pytest.raises(UserError, match="holds no metrics.jsonl"):
+        training_records(tmp_path)
+    append_step(tmp_path / "metrics.jsonl", 0, {"validation/accuracy": 0.5})
+    with pytest.raises(UserError, match="has no training step"):
+        training_records(tmp_path)
+    assert main(["plot", str(tmp_path), "--out", "x.png"]) == 2
+    assert "--out x.png is for several runs" in capsys.readouterr().err
+    assert main(["plot", str(tmp_path), str(tmp_path)]) == 2
