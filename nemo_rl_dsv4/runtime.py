@@ -340,6 +340,8 @@ def reference_spec(config: MasterConfig, checkpoint: Path) -> ReferenceSpec:
         max_length=config.policy.max_total_sequence_length,
         capture_routes=router_mode(config) is not RouterMode.OWN,
         precision=config.policy.precision,
+        refit_checks=config.policy.dsv4.refit.checks,
+        refit_on_finding=config.policy.dsv4.refit.on_finding,
     )
 
 

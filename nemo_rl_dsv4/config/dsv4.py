@@ -79,6 +79,19 @@ class Alignment(Section):
         return {name: value for name, value in self if value is not None}
 
 
+class Refit(Section):
+    """How new weights reach the rollout engines, and what is looked at in an engine afterwards."""
+
+    transport: Literal["auto", "cuda_ipc", "shared_memory", "folder"] = "auto"
+    """To vLLM engines: GPU memory that a policy rank shares with the engine worker on its GPU, memory of the host, or
+    files (which stay until the next refit). `auto` takes `cuda_ipc` where every worker shares a GPU with a rank, else
+    `shared_memory`, and logs why."""
+    checks: Literal["sampled", "all"] = "sampled"
+    """Weights whose values in the engine are compared with what was sent: 48, drawn anew each time, or all."""
+    on_finding: Literal["stop", "warn"] = "stop"
+    """A refit that is found wrong ends the run, or is logged under `refit/findings` and the run goes on."""
+
+
 class WarmStart(Section):
     """Supervised steps on worked answers before RL, so that the tiny model has something to improve."""
 
@@ -175,6 +188,8 @@ class DSV4(Section):
     """Train, and compute logprobs, with the experts that the rollout chose."""
     router_overlap_metrics: bool = False
     """Record the rollout's experts and log how far the trainer's own choices agree, also without replay."""
+    refit: Refit = Refit()
+    """Transport and checks of the weights that engines get."""
     cpu_processes: Positive = 1
     """Policy processes when `cluster.gpus_per_node` is 0."""
     gpu: GpuName | None = None

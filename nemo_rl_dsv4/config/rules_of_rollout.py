@@ -38,6 +38,11 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
         "engine_sleep to false",
     )
     if generation.backend != "vllm":
+        require(
+            dsv4.refit.transport == "auto",
+            f"policy.dsv4.refit.transport is {dsv4.refit.transport}, but policy.generation.backend is "
+            f"{generation.backend}, whose engines get weights through Ray; set it to auto",
+        )
         return
     implied = PROFILE_OF_GPU.get(dsv4.gpu or "")
     require(

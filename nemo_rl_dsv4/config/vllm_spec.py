@@ -35,6 +35,8 @@ def vllm_spec(config: MasterConfig, checkpoint: Path) -> VllmSpec:
         pow2_activation_scales=engine.pow2_activation_scaling_factors,
         return_routed_experts=engine.enable_return_routed_experts,
         sleep_mode=config.policy.dsv4.engine_sleep,
+        refit_checks=config.policy.dsv4.refit.checks,
+        refit_on_finding=config.policy.dsv4.refit.on_finding,
         seed=config.grpo.seed,
         environment=engine.env_vars,
         engine_arguments=own,

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError
 
 from nemo_rl_dsv4.generation.completion import Completion
 from nemo_rl_dsv4.generation.sampling import SamplingParams
+from nemo_rl_dsv4.refit.report import refit_metrics
 from nemo_rl_dsv4.routes import ROUTED_EXPERTS, pack_routes
 from nemo_rl_dsv4.utils.ray_calls import get, kill
 
@@ -81,7 +82,7 @@ class EngineGroup:
         """
         self._weights = weights if isinstance(weights, ray.ObjectRef) else ray.put(weights)
         reports = get([actor.update_weights.remote(self._weights) for actor in self.actors])
-        return {key: float(value) for key, value in reports[0].items() if isinstance(value, (int, float))}
+        return refit_metrics(reports)
 
     def _revive(self, dead: Any, error: Exception) -> Any:
         """Start an engine in the place of a dead one, at the same policy version."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 import torch
@@ -32,6 +32,8 @@ class ReferenceSpec:
         max_length: most tokens of prompt and response together; None for the model's limit.
         capture_routes: record and return the experts of every token.
         precision: `float32` or `bfloat16`, of weights and activations.
+        refit_checks: weights compared with what was sent after each refit: `sampled` or `all`.
+        refit_on_finding: `stop` raises when a refit is found wrong, `warn` only reports it.
     """
 
     hf_config: Mapping[str, Any]
@@ -44,6 +46,8 @@ class ReferenceSpec:
     max_length: int | None = None
     capture_routes: bool = False
     precision: str = "float32"
+    refit_checks: Literal["sampled", "all"] = "sampled"
+    refit_on_finding: Literal["stop", "warn"] = "stop"
 
 
 @ray.remote
@@ -72,13 +76,18 @@ class ReferenceActor:
             capture_routes=spec.capture_routes,
             dtype=getattr(torch, spec.precision),
         )
+        self.spec = spec
         return self.engine.rounded_sites
 
     def update_weights(self, shipment: Shipment) -> dict[str, Any]:
         """Load exported weights, compare with the sender's checksum, and return the refit report."""
+        from nemo_rl_dsv4.refit.report import require_valid
         from nemo_rl_dsv4.refit.wire import from_wire
 
-        report = self.engine.update_weights(from_wire(shipment.tensors), shipment.checksum)
+        report = self.engine.update_weights(
+            from_wire(shipment.tensors), shipment.checksum, checks=self.spec.refit_checks
+        )
+        require_valid(report, on_finding=self.spec.refit_on_finding)
         return report.to_dict()
 
     def generate(

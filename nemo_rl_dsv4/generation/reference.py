@@ -27,7 +27,7 @@ from nemo_rl_dsv4.generation.sampling import SamplingParams, request_uniforms, s
 from nemo_rl_dsv4.model.checkpoint_format import transformers_config
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
 from nemo_rl_dsv4.refit.receive import receive_weights
-from nemo_rl_dsv4.refit.report import RefitReport
+from nemo_rl_dsv4.refit.report import Checks, RefitReport
 
 
 class ReferenceEngine:
@@ -75,17 +75,20 @@ class ReferenceEngine:
         self.route_capture = RouteCapture(self.model) if capture_routes else None
         self.has_weights = False
 
-    def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]], checksum: str | None = None) -> RefitReport:
+    def update_weights(
+        self, stream: Iterable[tuple[str, torch.Tensor]], checksum: str | None = None, *, checks: Checks = "sampled"
+    ) -> RefitReport:
         """Load what the refit exporter yields, in place, and return the report.
 
         Args:
             stream: official names with tensors.
             checksum: what the sender computed over them.
+            checks: see `receive_weights`.
 
         Raises:
             UserError: the stream is incomplete or damaged; the engine keeps the weights it had.
         """
-        report = receive_weights(self.model, iter(stream), checksum=checksum)
+        report = receive_weights(self.model, iter(stream), checksum=checksum, checks=checks)
         self.has_weights = True
         return report
 

@@ -10,20 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.stored_weight import decode_weight, scale_name
 from nemo_rl_dsv4.numerics.formats import is_power_of_two
 from nemo_rl_dsv4.refit.checksum import bytes_checksum
 from nemo_rl_dsv4.refit.references import find_references, live_tensors, repoint, stale_references
-from nemo_rl_dsv4.refit.report import RefitReport, Stream
+from nemo_rl_dsv4.refit.report import Checks, RefitReport, Stream, checked_names
 from nemo_rl_dsv4.refit.staging import StagedWeights
-
-Checks = Literal["sampled", "all"]
-_SAMPLE = 48  # weights compared after a refit with checks "sampled"
 
 
 class LiveEngine(Protocol):
@@ -102,7 +98,8 @@ class LiveRefit:
             if not skip_repointing:
                 repoint(engine.model, self.references)
         with _timed(phases, "verify"):
-            findings = [*moved, *self._verify(staged, written)]
+            names = checked_names([name for name, _ in staged.weights()], self.checks, staged.version or 0)
+            findings = [*moved, *self._verify(staged, written, names)]
         engine.reset_caches()
         self.version, self.valid = staged.version, not findings
         weights = list(staged.weights())
@@ -114,6 +111,7 @@ class LiveRefit:
             checksum=staged.checksum,
             version=staged.version,
             phases=phases,
+            phase_bytes={"load": staged.bytes, "verify": sum(staged.pair(name)[0].nbytes for name in names)},
             findings=tuple(findings),
         )
 
@@ -143,7 +141,7 @@ class LiveRefit:
                 findings.append(f"{name}: storage moved; captured graphs still read the old one")
         return findings
 
-    def _verify(self, staged: StagedWeights, written: set[str]) -> Iterator[str]:
+    def _verify(self, staged: StagedWeights, written: set[str], names: list[str]) -> Iterator[str]:
         parameters = {name for name, _ in self.engine.model.named_parameters()}
         scales = dict(self.engine.scales())
         for name in sorted(parameters - written):
@@ -156,10 +154,6 @@ class LiveRefit:
                 yield f"{name}: {int(wrong.sum())} scales are zero, negative or not finite"
             elif self.power_of_two and not bool(is_power_of_two(values).all()):
                 yield f"{name}: scales are not powers of two"
-        names = [name for name, _ in staged.weights()]
-        if self.checks == "sampled" and len(names) > _SAMPLE:
-            generator = torch.Generator().manual_seed(staged.version or 0)
-            names = [names[i] for i in torch.randperm(len(names), generator=generator)[:_SAMPLE].tolist()]
         for name in names:
             held = self.engine.read_back(name)
             if held is not None:
@@ -183,17 +177,6 @@ def _compare(name: str, staged: StagedWeights, held: torch.Tensor, part: tuple[s
         error = (sent.double() - found.double()).abs().max().item()
         scale_label = f" or {scale_name(name)}" if scale is not None else ""
         yield f"{name}{scale_label}: the engine computes with other values, largest difference {error:.3g}"
-
-
-def require_valid(live: LiveRefit, report: RefitReport, *, on_finding: Literal["stop", "warn"] = "stop") -> None:
-    """Raise `UserError` with the first findings of a report, unless a recipe says to go on.
-
-    Raises:
-        UserError: the report has findings and `on_finding` is "stop".
-    """
-    if report.findings and on_finding == "stop":
-        more = f" (and {len(report.findings) - 3} more)" if len(report.findings) > 3 else ""
-        raise UserError(f"refit of version {live.version}: {'; '.join(report.findings[:3])}{more}")
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import torch
 
 from nemo_rl_dsv4.errors import UserError
@@ -14,12 +17,18 @@ from nemo_rl_dsv4.model.stored_weight import (
     require_table,
     scale_name,
 )
-from nemo_rl_dsv4.refit.report import RefitReport, Stream, StreamTally
+from nemo_rl_dsv4.refit.report import Checks, RefitReport, Stream, StreamTally, checked_names
 
 
 @torch.no_grad()
 def receive_weights(
-    model: torch.nn.Module, stream: Stream, *, layout: Layout = TRANSFORMERS, checksum: str | None = None
+    model: torch.nn.Module,
+    stream: Stream,
+    *,
+    layout: Layout = TRANSFORMERS,
+    checksum: str | None = None,
+    checks: Checks = "sampled",
+    version: int | None = None,
 ) -> RefitReport:
     """Write every tensor of a stream into the model's own storage and return what arrived.
 
@@ -35,11 +44,15 @@ def receive_weights(
         stream: what `export_weights` yields: official names, a quantized weight directly before its scale.
         layout: whose names the model has.
         checksum: what the sender computed over the stream; None is not compared.
+        checks: weights compared with what was sent once all are written: some, drawn by their checksum, or all. What
+            differs is a finding of the report.
+        version: policy version, for the report.
 
     Raises:
         UserError: an unknown, repeated or missing tensor, a wrong shape or dtype, a weight without its scale or the
             reverse, an invalid scale, a NaN, an all-zero hash table, another checksum than the sender's.
     """
+    started = time.perf_counter()
     destination = model.state_dict()
     slots = dict(layout.split(destination))
     experts = 1 + max(slot.expert or 0 for slot in slots.values())
@@ -78,9 +91,26 @@ def receive_weights(
             f"refit: the engine received checksum {report.checksum}, the policy sent {checksum}; weights were "
             "changed on the way"
         )
+    received = time.perf_counter()
     for target, tensor in pending.values():
         target.copy_(tensor)
-    return report
+    written = time.perf_counter()
+    names = checked_names(list(pending), checks, int(report.checksum, 16))
+    wrong = [name for name in names if not _holds(*pending[name])]
+    phases = {"receive": received - started, "load": written - received, "verify": time.perf_counter() - written}
+    return replace(
+        report,
+        seconds=sum(phases.values()),
+        version=version,
+        phases=phases,
+        phase_bytes={"receive": report.bytes, "verify": sum(pending[name][0].nbytes for name in names)},
+        findings=tuple(f"{name}: the engine computes with other values than were sent" for name in wrong),
+    )
+
+
+def _holds(target: torch.Tensor, sent: torch.Tensor) -> bool:
+    """Whether an engine's tensor has the values that were written to it; another one may share its memory."""
+    return torch.equal(target, sent.to(target.dtype))
 
 
 def _never_zero(name: str) -> bool:

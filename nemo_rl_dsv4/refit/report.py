@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
+from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.refit.checksum import item_checksum
 from nemo_rl_dsv4.refit.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+Checks = Literal["sampled", "all"]
+SAMPLE = 48
+"""Weights compared after a refit with checks "sampled"."""
 
 Stream = Iterable[tuple[str, torch.Tensor]]
 """Official names with tensors; a quantized weight is followed at once by its scale."""
@@ -28,6 +37,7 @@ class RefitReport:
             transport that lost nothing.
         version: policy version, None where the sender gave none.
         phases: seconds by phase, such as receive, load, repoint, verify.
+        phase_bytes: bytes by phase: of the payload received and loaded, of weights compared.
         findings: what is wrong with the engine's weights now, one line each; empty is good.
     """
 
@@ -38,22 +48,61 @@ class RefitReport:
     checksum: str
     version: int | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
+    phase_bytes: Mapping[str, int] = field(default_factory=dict)
     findings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields as plain values, for JSON."""
-        return {**asdict(self), "phases": dict(self.phases), "findings": list(self.findings)}
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers to log under `refit/`."""
-        numbers = {
-            "tensors": float(self.tensors),
-            "quantized": float(self.quantized),
-            "bytes": float(self.bytes),
-            "seconds": self.seconds,
-            "findings": float(len(self.findings)),
+        return {
+            **asdict(self),
+            "phases": dict(self.phases),
+            "phase_bytes": dict(self.phase_bytes),
+            "findings": list(self.findings),
         }
-        return numbers | {f"seconds_{phase}": seconds for phase, seconds in self.phases.items()}
+
+    def with_receive(self, seconds: float) -> RefitReport:
+        """The report of an engine that took `seconds` to receive and stage what it then loaded."""
+        phases, sizes = {"receive": seconds, **self.phases}, {"receive": self.bytes, **self.phase_bytes}
+        return replace(self, phases=phases, phase_bytes=sizes, seconds=self.seconds + seconds)
+
+
+def refit_metrics(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Numbers to log under `refit/`, of engines that were refitted together (`RefitReport.to_dict` of each).
+
+    Returns:
+        `tensors`, `quantized`, `bytes` of one engine; `seconds`, `seconds_PHASE`, `bytes_PHASE` of the slowest and the
+        largest; `findings` of all.
+    """
+    numbers = {key: float(reports[0][key]) for key in ("tensors", "quantized", "bytes")}
+    numbers["seconds"] = max(float(report["seconds"]) for report in reports)
+    numbers["findings"] = float(sum(len(report["findings"]) for report in reports))
+    for key, label in (("phases", "seconds"), ("phase_bytes", "bytes")):
+        for phase in dict.fromkeys(phase for report in reports for phase in report[key]):
+            numbers[f"{label}_{phase}"] = max(float(report[key].get(phase, 0.0)) for report in reports)
+    return numbers
+
+
+def checked_names(names: list[str], checks: Checks, seed: int) -> list[str]:
+    """The weights that are compared after a refit: all of them, or 48 that `seed` draws."""
+    if checks == "all" or len(names) <= SAMPLE:
+        return names
+    drawn = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed % 2**63))
+    return [names[i] for i in drawn[:SAMPLE].tolist()]
+
+
+def require_valid(report: RefitReport, *, on_finding: Literal["stop", "warn"] = "stop") -> None:
+    """Raise `UserError` with the first findings of a report, or log them where a recipe says to go on.
+
+    Raises:
+        UserError: the report has findings and `on_finding` is "stop".
+    """
+    if not report.findings:
+        return
+    more = f" (and {len(report.findings) - 3} more)" if len(report.findings) > 3 else ""
+    message = f"refit of version {report.version}: {'; '.join(report.findings[:3])}{more}"
+    if on_finding == "stop":
+        raise UserError(message)
+    log.warning("%s", message)
 
 
 class StreamTally:

@@ -17,7 +17,6 @@ import importlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ import torch
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.hf_config import read_config
 from nemo_rl_dsv4.model.official_names import expected_tensors
-from nemo_rl_dsv4.refit.live import Checks, LiveRefit
-from nemo_rl_dsv4.refit.report import Stream
+from nemo_rl_dsv4.refit.live import LiveRefit
+from nemo_rl_dsv4.refit.report import Checks, Stream
 from nemo_rl_dsv4.refit.staging import StagedWeights
 from nemo_rl_dsv4.refit.transport.broadcast import BroadcastReceiver
 from nemo_rl_dsv4.refit.transport.channel import Channel, open_channel
@@ -167,8 +166,7 @@ class RefitWorkerExtension:
             staged.add(manifest, buffer)
         received = time.perf_counter() - started
         report = refit.apply(staged, skip_repointing=skip_repointing)
-        phases = {"receive": received, **report.phases}
-        return replace(report, phases=phases, seconds=report.seconds + received).to_dict()
+        return report.with_receive(received).to_dict()
 
     def dsv4_refit_from_sender(
         self, socket: str, key: str, stage_on: str = "cpu", timeout: float = 600.0
@@ -244,8 +242,7 @@ class RefitWorkerExtension:
         staged = receive_staged(receiver, expected, stage_on)
         received = time.perf_counter() - started
         report = refit.apply(staged)
-        phases = {"receive": received, **report.phases}
-        return replace(report, phases=phases, seconds=report.seconds + received).to_dict()
+        return report.with_receive(received).to_dict()
 
     def _dsv4_prepared(self) -> LiveRefit:
         if self._dsv4_refit is None:

@@ -30,6 +30,10 @@ REFUSED = {
         ["policy.tokenizer.chat_template_kwargs={reasoning_effort:max}"],
         "reasoning_effort is 'max' with thinking False",
     ),
+    "a transport to engines in Ray": (
+        ["policy.dsv4.refit.transport=folder"],
+        "refit.transport is folder, but policy.generation.backend is reference.* set it to auto",
+    ),
     "routes that vLLM does not return": (
         [*GPU, "policy.dsv4.router_overlap_metrics=true"],
         "router_overlap_metrics needs .*vllm_cfg.enable_return_routed_experts is false; set it to true",

@@ -47,7 +47,8 @@ class Echo:
 
     def update_weights(self, version: int) -> dict[str, Any]:
         self.version = version
-        return {"bytes": 8, "checksum": "not a number"}
+        counts = {"tensors": 1, "quantized": 0, "bytes": 8, "seconds": 0.5, "checksum": "not a number"}
+        return {**counts, "phases": {"load": 0.25}, "phase_bytes": {"load": 8}, "findings": ["one"]}
 
     def generate(self, prompts: list[list[int]], params: Any, seed: int, rows: list[int]) -> list[Any]:
         for path in self.spec.dies:
@@ -70,7 +71,8 @@ def cluster() -> Iterator[None]:
 def group(spec: Spec, **options: Any) -> EngineGroup:
     made = EngineGroup(lambda _: Echo.options(num_cpus=0.1).remote(), 2, Params(), pad_id=0, **options)
     assert made.build(spec) == "echo"
-    assert made.update_weights(7) == {"bytes": 8.0}
+    logged = made.update_weights(7)
+    assert (logged["bytes"], logged["seconds_load"], logged["bytes_load"], logged["findings"]) == (8.0, 0.25, 8.0, 2.0)
     return made
 
 

@@ -13,8 +13,9 @@ from fake_engine import Experts, FakeEngine, LayoutName
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.official_names import expected_tensors
 from nemo_rl_dsv4.refit import export_weights, pack_buckets
-from nemo_rl_dsv4.refit.live import LiveRefit, require_valid
+from nemo_rl_dsv4.refit.live import LiveRefit
 from nemo_rl_dsv4.refit.manifest import write_bucket
+from nemo_rl_dsv4.refit.report import refit_metrics, require_valid
 from nemo_rl_dsv4.refit.staging import StagedWeights
 
 State = dict[str, torch.Tensor]
@@ -86,7 +87,11 @@ def test_two_refits_equal_fresh_engines(expected: Any, versions: Any, layout: La
         assert report.tensors == len(versions[version])
         assert report.bytes == sum(t.numel() * t.element_size() for _, t in versions[version])
         assert set(report.phases) == {"check", "load", "repoint", "verify"}
-        assert report.metrics()["findings"] == 0.0
+        logged = refit_metrics([report.to_dict(), report.with_receive(2.0).to_dict()])
+        assert logged["findings"] == 0.0
+        assert logged["bytes_load"] == logged["bytes_receive"] == report.bytes
+        assert logged["seconds_receive"] == 2.0
+        assert logged["seconds"] == report.seconds + 2.0
         assert engine.processed == 1
         assert engine.caches_reset == version
         assert {name: p.data_ptr() for name, p in engine.model.named_parameters()} == pointers
@@ -109,8 +114,9 @@ def test_stale_scale_objects_are_found_when_re_pointing_is_skipped(
         assert "layers.0.ffn.experts.kernel.quant_config['w1']" in " ".join(stale)
         assert not live.valid
         with pytest.raises(UserError, match=rf"refit of version {version}: .*stale.* \(and 3 more\)"):
-            require_valid(live, report)
-        require_valid(live, report, on_finding="warn")
+            require_valid(report)
+        require_valid(report, on_finding="warn")
+        assert refit_metrics([report.to_dict()])["findings"] == len(report.findings)
     assert live.apply(stage(expected, versions[1], 3)).findings == ()
 
 

@@ -14,6 +14,7 @@ from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL, TRANSFORMERS, automo
 from nemo_rl_dsv4.model.official_names import tensor_kind
 from nemo_rl_dsv4.numerics import fake_quant, get_profile
 from nemo_rl_dsv4.refit import StreamTally, export_weights, pack_buckets, receive_weights
+from nemo_rl_dsv4.refit.report import Checks, checked_names, require_valid
 
 State = dict[str, torch.Tensor]
 Items = list[tuple[str, torch.Tensor]]
@@ -49,6 +50,37 @@ def test_two_refits_write_every_tensor_in_place(
         assert (report.tensors, report.quantized) == (len(random_official) + quantized, quantized)
         assert report.checksum == sender.report().checksum
         assert report.bytes == sender.report().bytes > sum(v.numel() for v in random_official.values())
+
+
+@pytest.mark.parametrize("checks", ["sampled", "all"])
+def test_weights_that_the_engine_did_not_keep_are_a_finding(
+    engine: torch.nn.Module, training_state: State, checks: Checks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine whose head and embedding share memory goes on with the one that was written last."""
+    embedding, head = engine.get_input_embeddings(), engine.get_output_embeddings()
+    kept = head.weight
+    head.weight = embedding.weight
+    monkeypatch.setattr("nemo_rl_dsv4.refit.report.SAMPLE", 48 if checks == "all" else 1 << 20)
+    try:
+        report = receive_weights(engine, export_weights(training_state, HOPPER), checks=checks, version=3)
+    finally:
+        head.weight = kept
+    assert report.findings == ("embed.weight: the engine computes with other values than were sent",)
+    assert report.phase_bytes["verify"] > report.phase_bytes["receive"] == report.bytes
+    with pytest.raises(UserError, match=r"refit of version 3: embed.weight: the engine computes"):
+        require_valid(report)
+    require_valid(report, on_finding="warn")
+    clean = receive_weights(engine, export_weights(training_state, HOPPER), checks=checks)
+    assert clean.findings == ()
+    assert set(clean.phases) == {"receive", "load", "verify"}
+
+
+def test_sampled_checks_draw_other_weights_each_time() -> None:
+    names = [str(i) for i in range(500)]
+    first, second = checked_names(names, "sampled", 1), checked_names(names, "sampled", 2)
+    assert len(set(first)) == len(set(second)) == 48
+    assert first != second
+    assert checked_names(names, "all", 1) == names
 
 
 def test_engine_computes_what_a_trainer_with_rounded_weights_computes(
