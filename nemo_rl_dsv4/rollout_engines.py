@@ -58,5 +58,6 @@ def start_engines(
         environment=engine_environment(profile, engine.env_vars),
         on_progress=on_progress,
         bucket_bytes=bucket_bytes(engine.refit_buffer_size_gb or 1.0),
+        transport=config.policy.dsv4.refit.transport,
         sleeps=config.policy.dsv4.engine_sleep,
     )

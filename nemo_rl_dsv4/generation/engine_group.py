@@ -58,7 +58,7 @@ class EngineGroup:
         self.restarts = 0
         self._start = start
         self._spec: Any = None
-        self._weights: ray.ObjectRef | None = None
+        self._weights: Any = None
         self.actors = [start(number) for number in range(engines)]
 
     def build(self, spec: Any) -> Any:
@@ -71,7 +71,11 @@ class EngineGroup:
         return get([actor.build.remote(spec) for actor in self.actors])[0]
 
     def update_weights(self, weights: Any) -> dict[str, float]:
-        """Load exported weights (or a Ray reference to them) into every engine.
+        """Load exported weights into every engine.
+
+        Args:
+            weights: what engines load, or a Ray reference to it; or an object whose `deliver(actors)` brings it to them
+                and returns their reports.
 
         Returns:
             Numbers of the refit report.
@@ -80,9 +84,15 @@ class EngineGroup:
             UserError: the stream was incomplete or damaged, or an engine received other bytes than the policy sent;
                 engines that refused it keep the weights they had.
         """
-        self._weights = weights if isinstance(weights, ray.ObjectRef) else ray.put(weights)
-        reports = get([actor.update_weights.remote(self._weights) for actor in self.actors])
-        return refit_metrics(reports)
+        kept_as_it_is = isinstance(weights, ray.ObjectRef) or hasattr(weights, "deliver")
+        self._weights = weights if kept_as_it_is else ray.put(weights)
+        return refit_metrics(self._load(self.actors))
+
+    def _load(self, actors: list[Any]) -> list[dict[str, Any]]:
+        """Give engines the weights of the last update."""
+        if hasattr(self._weights, "deliver"):
+            return self._weights.deliver(actors)
+        return get([actor.update_weights.remote(self._weights) for actor in actors])
 
     def _revive(self, dead: Any, error: Exception) -> Any:
         """Start an engine in the place of a dead one, at the same policy version."""
@@ -96,7 +106,7 @@ class EngineGroup:
         actor = self._start(number)
         get([actor.build.remote(self._spec)])
         if self._weights is not None:
-            get([actor.update_weights.remote(self._weights)])
+            self._load([actor])
         self.actors[number] = actor
         return actor
 

@@ -1,7 +1,7 @@
 """vLLM rollout engines as Ray actors, in vLLM's own environment.
 
 The actors run with another Python than the trainer (`python`), because vLLM and AutoModel pin different libraries. One
-host: weights travel as buckets in a folder, by default in shared memory.
+host: weights travel in memory of a GPU or of the host, or as buckets in a folder.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.engine_group import EngineGroup
 from nemo_rl_dsv4.generation.vllm_settings import MAKE_VLLM, VLLM_PYTHON
+from nemo_rl_dsv4.refit.delivery import Transport
 from nemo_rl_dsv4.utils.ray_calls import get
 
 if TYPE_CHECKING:
@@ -43,6 +44,14 @@ class VllmActor:
     def update_weights(self, folder: str) -> dict[str, Any]:
         """Refit from the buckets of a folder; see `VllmEngine.update_weights_from_folder`."""
         return self.engine.update_weights_from_folder(folder)
+
+    def receive_weights(self, transport: str, addresses: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+        """See `VllmEngine.update_weights_from_senders`."""
+        return self.engine.update_weights_from_senders(transport, addresses)
+
+    def gpu_names(self) -> list[str]:
+        """See `VllmEngine.gpu_names`."""
+        return self.engine.gpu_names()
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, seed: int, request_ids: list[int]
@@ -106,6 +115,7 @@ class VllmGeneration(EngineGroup):
         on_progress: called with the number of responses each time some are finished.
         timeout: most seconds without any engine finishing a task.
         bucket_bytes: size of a bucket of weights.
+        transport: how the policy sends them, `policy.dsv4.refit.transport`.
         sleeps: put the engines to sleep whenever they do not generate; their settings need `sleep_mode`.
     """
 
@@ -120,10 +130,11 @@ class VllmGeneration(EngineGroup):
         on_progress: Callable[[int], None] | None = None,
         timeout: float | None = 3600.0,
         bucket_bytes: int = 1 << 30,
+        transport: Transport = "auto",
         sleeps: bool = False,
     ) -> None:
-        self.bucket_bytes, self.sleeps, self.asleep = bucket_bytes, sleeps, False
-        self._loaded: str | None = None
+        self.bucket_bytes, self.transport, self.sleeps, self.asleep = bucket_bytes, transport, sleeps, False
+        self._loaded: Any = None
         self._folder = tempfile.mkdtemp(prefix="dsv4-refit-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
 
         def start(number: int) -> Any:
@@ -143,13 +154,15 @@ class VllmGeneration(EngineGroup):
     def update_weights(self, weights: Any) -> dict[str, float]:
         """Load the buckets of a folder (`bucket_folder`) into every engine, and drop those of older versions.
 
-        Engines that sleep are woken for it, and sleep on where the load fails: they have no weights then.
+        Or what a policy sends as long as it holds these weights (`policy.sent_weights.SentWeights`). Engines that
+        sleep are woken for it, and sleep on where the load fails: they have no weights then.
         """
+        folder = None if hasattr(weights, "deliver") else Path(weights)
         if self.asleep:
             self._wake("weights")
         try:
-            report = super().update_weights(str(weights))
-            self._loaded = str(weights)
+            report = super().update_weights(weights if folder is None else str(folder))
+            self._loaded = weights
         except BaseException:
             if self.asleep:
                 self._sleep()
@@ -158,7 +171,7 @@ class VllmGeneration(EngineGroup):
             self._wake("kv_cache")
             self.asleep = False
         for old in Path(self._folder).iterdir():
-            if old != Path(weights):
+            if old != folder:
                 shutil.rmtree(old, ignore_errors=True)
         return report
 

@@ -6,7 +6,9 @@ Runs in vLLM's own environment (see docs/rollout.md): nothing here imports AutoM
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from nemo_rl_dsv4.generation.vllm_settings import (
 )
 from nemo_rl_dsv4.numerics import get_profile
 from nemo_rl_dsv4.refit.worker_calls import call_workers
+
+log = logging.getLogger(__name__)
 
 SUPPORTED = ((0, 25), (0, 34))
 """First version of vLLM that is known to work, and the first that is not."""
@@ -189,15 +193,46 @@ class VllmEngine:
         Raises:
             UserError: the buckets are incomplete or damaged (the old weights stay), or a finding and `spec` says stop.
         """
+        return self._refit("dsv4_refit_from_folder", folder, timeout=timeout)
+
+    def update_weights_from_senders(
+        self, transport: str, addresses: Mapping[str, tuple[str, str]], *, timeout: float = 600.0
+    ) -> dict[str, Any]:
+        """Refit every worker with what `SharedSender`s of this host send.
+
+        Args:
+            transport: `cuda_ipc` (each worker takes the sender of its own GPU) or `shared_memory` (one for all).
+            addresses: `gpu_name` of each sender's device -> its socket and key.
+            timeout: seconds without any progress after which it is given up.
+
+        Returns:
+            As above.
+
+        Raises:
+            UserError: a worker here or elsewhere could not stage the weights (all keep the old ones), or a finding and
+                `spec` says stop.
+        """
+        if transport == "cuda_ipc":
+            return self._refit("dsv4_refit_from_senders", dict(addresses), timeout=timeout)
+        ((socket, key),) = addresses.values()
+        return self._refit("dsv4_refit_from_sender", socket, key, timeout=timeout)
+
+    def gpu_names(self) -> list[str]:
+        """What every process of this host calls the GPU of each worker."""
+        return call_workers(self.llm, "dsv4_gpu_name")
+
+    def _refit(self, method: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if not self._refit_prepared:
             call_workers(self.llm, "dsv4_refit_prepare", self.spec.refit_checks)
             self._refit_prepared = True
-        reports = call_workers(self.llm, "dsv4_refit_from_folder", folder, timeout=timeout)
+        reports = call_workers(self.llm, method, *args, **kwargs)
         self.llm.reset_prefix_cache()
         findings = [f"worker {rank}: {text}" for rank, report in enumerate(reports) for text in report["findings"]]
         if findings and self.spec.refit_on_finding == "stop":
             shown = "; ".join(findings[:3])
             raise UserError(f"refit of version {reports[0]['version']}: {len(findings)} findings: {shown}")
+        if findings:
+            log.warning("refit of version %s: %d findings: %s", reports[0]["version"], len(findings), findings[:3])
         return {**reports[0], "findings": findings}
 
     def sleep(self) -> None:

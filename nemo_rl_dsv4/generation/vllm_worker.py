@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.refit.transport.shared import gpu_name
 from nemo_rl_dsv4.refit.vllm_extension import RefitWorkerExtension
 
 
@@ -31,6 +32,10 @@ class NumericsWorkerExtension(RefitWorkerExtension):
             "capability": [properties.major, properties.minor],
             "architecture": getattr(properties, "gcnArchName", "") if torch.version.hip else "",
         }
+
+    def dsv4_gpu_name(self) -> str:
+        """What every process of this host calls this worker's GPU."""
+        return gpu_name(self.device)
 
     def dsv4_capture_start(self) -> None:
         """Keep what every layer hands on, from now until `dsv4_capture_stop`.

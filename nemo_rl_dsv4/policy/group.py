@@ -3,7 +3,8 @@
 Invariants:
 - Rows of a batch go to data-parallel ranks in order and come back in order.
 - Every rank makes the same calls in the same order: each method below is one call on every rank.
-- Weights leave only through the refit exporter, on rank 0, after all ranks took part in gathering them.
+- Weights leave only through the refit exporter, on rank 0 or on the ranks that share a GPU with an engine worker, after
+  all ranks took part in gathering them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import ray
 import torch
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.policy.sent_weights import SentWeights
 from nemo_rl_dsv4.routes import ROUTED_EXPERTS, RouterMode, RouterTally
 from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, GPU_WORKER_OPTIONS, get, kill
 
@@ -60,9 +62,11 @@ class PolicyActor:
         os.environ["LOCAL_WORLD_SIZE"] = str(local_world)  # as torchrun sets it; dispatchers ask for it
         from nemo_rl_dsv4.policy.load_board import reporter
         from nemo_rl_dsv4.policy.spec import build_worker
+        from nemo_rl_dsv4.policy.weight_sender import WeightSender
 
         self.spec = spec
         self.worker = build_worker(spec, None if board is None else reporter(board))
+        self.sender = WeightSender(torch.device(spec.device, 0 if spec.device == "cuda" else None))
         return self.worker.rounding.summary()
 
     def install_report(self) -> dict[str, Any]:
@@ -102,12 +106,25 @@ class PolicyActor:
             return None
         return write_folder(stream, Path(folder), capacity_bytes=capacity_bytes, version=version)
 
-    def _export_stream(self, profile: str) -> Iterator[tuple[str, torch.Tensor]] | None:
-        """What rank 0 sends; other ranks take part in every gather and get None."""
+    def gpu_name(self) -> str:
+        """What every process of this host calls this rank's GPU."""
+        return self.sender.gpu
+
+    def open_sender(self, transport: str, receivers: int, capacity_bytes: int) -> tuple[str, str, str] | None:
+        """See `WeightSender.open`."""
+        return self.sender.open(transport, receivers, capacity_bytes)
+
+    def send_weights(self, profile: str, version: int, transport: str) -> dict[str, Any] | None:
+        """See `WeightSender.send`; over CUDA IPC every rank has the whole stream, else rank 0."""
+        every_rank = transport == "cuda_ipc"
+        return self.sender.send(lambda: self._export_stream(profile, every_rank=every_rank), version, transport)
+
+    def _export_stream(self, profile: str, *, every_rank: bool = False) -> Iterator[tuple[str, torch.Tensor]] | None:
+        """What rank 0 sends, or every rank; else other ranks take part in every gather and get None."""
         from nemo_rl_dsv4.model.quantized_weights import refresh_quantized, stored_codes
         from nemo_rl_dsv4.refit.export import export_weights
 
-        if self.rank != 0 and self.spec.sizes.replicated:
+        if self.rank != 0 and self.spec.sizes.replicated and not every_rank:
             return None
         refresh_quantized(self.worker.model)
         stream = export_weights(
@@ -117,7 +134,7 @@ class PolicyActor:
             source_scales=self.worker.source_scales,
             stored=stored_codes(self.worker.model),
         )
-        if self.rank == 0:
+        if self.rank == 0 or every_rank:
             return stream
         for _ in stream:
             pass
@@ -153,7 +170,7 @@ class PolicyGroup:
     """
 
     def __init__(self, world: int, *, device: str = "cpu") -> None:
-        self.world, self.device, self.version = world, device, 0
+        self.world, self.device, self.version, self.updates = world, device, 0, 0
         self._stopped = threading.Event()
         self._rendezvous = tempfile.TemporaryDirectory(prefix="nemo-rl-dsv4-")
         init_method = f"file://{self._rendezvous.name}/rendezvous"
@@ -182,6 +199,7 @@ class PolicyGroup:
         if spec.device != self.device:
             raise UserError(f"the settings are for device {spec.device}; this group's processes have {self.device}")
         self.spec, self.global_batch_size = spec, global_batch_size
+        self.updates += 1
         nodes = get([actor.node.remote() for actor in self.actors])
         places = list(zip(self.actors, (nodes.count(node) for node in nodes), strict=True))
         if on_load is None:
@@ -249,6 +267,7 @@ class PolicyGroup:
                 f"{rows} sequences do not divide into global batches of {self.global_batch_size}; "
                 "change policy.train_global_batch_size"
             )
+        self.updates += 1
         losses, norms, learning_rates, metrics, routers = [], [], [], [], []
         for start in range(0, rows, self.global_batch_size):
             part = {k: v[start : start + self.global_batch_size] for k, v in data.items()}
@@ -277,7 +296,9 @@ class PolicyGroup:
         started = time.perf_counter()
         self.version += 1
         profile = self.spec.profile
-        if hasattr(generation, "bucket_folder"):
+        if getattr(generation, "transport", "folder") != "folder":
+            report = generation.update_weights(SentWeights(self, generation.transport, generation.bucket_bytes))
+        elif hasattr(generation, "bucket_folder"):
             folder = str(generation.bucket_folder(self.version))
             capacity = generation.bucket_bytes
             get([actor.export_to_folder.remote(profile, folder, capacity, self.version) for actor in self.actors])
@@ -329,6 +350,7 @@ class PolicyGroup:
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what `save_checkpoint` wrote."""
+        self.updates += 1
         get([actor.load_checkpoint.remote(str(Path(folder).resolve())) for actor in self.actors])
 
     def abandon_checkpoint(self) -> None:

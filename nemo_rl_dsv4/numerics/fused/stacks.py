@@ -113,9 +113,9 @@ def quantize_stack(
     matrices at any distance that is a multiple of 4 bytes. scale: float32 [matrices, rows/128, cols/128], likewise.
     damaged: int32 [1], set to 1 if an element is NaN or infinite. shape: launch shape, for measuring.
     """
-    shape = shape or SHAPES["stacks"]
     matrices, rows, columns = x.shape
     turned = x.stride(-1) != 1
+    shape = shape or SHAPES["stacks_turned" if turned else "stacks"]
     if turned:
         rows, columns = columns, rows
     target = codes.view(torch.int32) if turned else codes

@@ -193,3 +193,42 @@ def test_refits_are_prepared_once_and_a_finding_stops_or_is_reported(vllm) -> No
     refused = True
     with pytest.raises(UserError, match="worker 0: the transfer ended"):
         rollout.update_weights_from_folder("buckets")
+
+
+@pytest.mark.parametrize(
+    ("transport", "addresses", "method", "args"),
+    [
+        (
+            "cuda_ipc",
+            {"g": ("s", "k"), "h": ("t", "l")},
+            "dsv4_refit_from_senders",
+            ({"g": ("s", "k"), "h": ("t", "l")},),
+        ),
+        ("shared_memory", {"g": ("s", "k")}, "dsv4_refit_from_sender", ("s", "k")),
+    ],
+)
+@pytest.mark.parametrize("on_finding", ["stop", "warn"])
+def test_weights_come_from_senders(
+    vllm, monkeypatch: pytest.MonkeyPatch, caplog, transport, addresses, method, args, on_finding
+) -> None:
+    """Prepared once; every worker is asked; what one of them finds ends the run unless the recipe says to go on."""
+    calls: list[tuple[str, Any]] = []
+    report = {"version": 4, "findings": [], "bytes": 8}
+
+    def rpc(self: FakeLLM, name: str, args: Any = (), kwargs: Any = None) -> list[Any]:
+        calls.append((args[0], args[1]))
+        findings = ["stale"] if len(calls) > 2 else []
+        return [("result", report), ("result", {**report, "findings": findings})]
+
+    rollout = engine(refit_checks="all", refit_on_finding=on_finding)
+    monkeypatch.setattr(FakeLLM, "collective_rpc", rpc)
+    monkeypatch.setattr(FakeLLM, "reset_prefix_cache", lambda self: None, raising=False)
+    assert rollout.update_weights_from_senders(transport, addresses)["findings"] == []
+    assert calls == [("dsv4_refit_prepare", ("all",)), (method, args)]
+    if on_finding == "stop":
+        with pytest.raises(UserError, match="refit of version 4: 1 findings: worker 1: stale"):
+            rollout.update_weights_from_senders(transport, addresses)
+    else:
+        assert rollout.update_weights_from_senders(transport, addresses)["findings"] == ["worker 1: stale"]
+        assert "worker 1: stale" in caplog.text
+    assert calls[2:] == [(method, args)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.generation import vllm
+from nemo_rl_dsv4.generation import engine_group, vllm
 from nemo_rl_dsv4.generation.engine_group import EngineGroup
 from nemo_rl_dsv4.generation.sampling import SamplingParams
 
@@ -135,3 +135,33 @@ def test_a_failed_load_leaves_a_sleeping_engine_asleep(sleepy) -> None:
     assert notes == ["wake weights", "load version-2", "sleep"] and group.asleep
     group.prepare_for_generation()
     assert notes[3:] == ["wake weights", "load version-1", "wake kv_cache"]
+
+
+def test_weights_that_are_sent_leave_no_buckets_behind(group, monkeypatch) -> None:
+    """A policy that sends hands over itself, for engines that need the weights again; a folder of before goes."""
+    group.bucket_folder(1).mkdir()
+    asked = []
+
+    class Sent:
+        def deliver(self, actors: list[str]) -> list[dict]:
+            asked.append(actors)
+            counts = {"tensors": 3, "quantized": 1, "bytes": 8, "seconds": 1.0, "findings": []}
+            return [{**counts, "phases": {"load": 0.5}, "phase_bytes": {}} for _ in actors]
+
+    group.actors = ["a", "b"]
+    logged = group.update_weights(Sent())
+    assert (logged["bytes"], logged["seconds_load"]) == (8.0, 0.5)
+    assert not group.bucket_folder(1).exists()
+    group._spec, group.restarts, group._start = None, 0, lambda number: Revived()
+    monkeypatch.setattr(engine_group, "get", lambda refs: refs)
+    group._revive("b", RuntimeError("it died"))
+    assert asked == [["a", "b"], [group.actors[1]]]
+
+
+class Revived:
+    """An engine's process that has just started."""
+
+    class build:
+        @staticmethod
+        def remote(spec: None) -> None:
+            return None

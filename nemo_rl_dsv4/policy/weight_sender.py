@@ -1,0 +1,108 @@
+"""One training rank's end of a refit through memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_dsv4.refit.transport.protocol import alone
+from nemo_rl_dsv4.refit.transport.shared import SharedSender, gpu_name
+
+Stream = Iterable[tuple[str, torch.Tensor]]
+
+
+class WeightSender:
+    """Sends to engine workers of this host: those on this rank's GPU, or through host memory all of them.
+
+    Slots are allocated for one refit and given back after it: between refits the GPU's memory is the training's.
+
+    Args:
+        device: the rank's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sender: SharedSender | None = None
+
+    @property
+    def gpu(self) -> str:
+        """What every process of this host calls the rank's GPU."""
+        return gpu_name(self._device)
+
+    def open(self, transport: str, receivers: int, capacity_bytes: int) -> tuple[str, str, str] | None:
+        """Get ready for one refit.
+
+        Args:
+            transport: `cuda_ipc` or `shared_memory`.
+            receivers: workers that will connect to this rank.
+            capacity_bytes: size of a bucket; two are in flight.
+
+        Returns:
+            The GPU's name, and socket and key that the workers need; None where there is no receiver.
+        """
+        self._close()
+        if not receivers:
+            return None
+        device = self._device if transport == "cuda_ipc" else None
+        self._sender = SharedSender(capacity_bytes=capacity_bytes, receivers=receivers, device=device)
+        return self.gpu, self._sender.address.socket, self._sender.address.key
+
+    def send(self, export: Callable[[], Stream | None], version: int, transport: str) -> dict[str, Any] | None:
+        """Export and send to the workers that `open` was told of.
+
+        Over CUDA IPC all ranks do so together, and workers commit only if those of every rank can.
+
+        Args:
+            export: makes the stream; None for a rank that took part in it already and has nothing to send.
+            version: policy version.
+            transport: as for `open`.
+
+        Returns:
+            The sender's report as plain values, None without receivers.
+
+        Raises:
+            UserError: see `SharedSender.send`.
+        """
+        vote = _all_ranks if transport == "cuda_ipc" else alone
+        exported = False
+        try:
+            stream = export()
+            exported = True
+            if self._sender is not None and stream is not None:
+                return self._sender.send(stream, version=version, vote=vote).to_dict()
+            return self._take_part(stream or (), vote)
+        except BaseException:
+            if not exported:
+                vote(False)
+            raise
+        finally:
+            self._close()
+
+    def _take_part(self, stream: Stream, vote: Callable[[bool], bool]) -> None:
+        """Gather what other ranks send, and vote with them."""
+        good = False
+        try:
+            for _ in stream:
+                pass
+            good = True
+        finally:
+            vote(good)
+
+    def _close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+            if self._device.type == "cuda":
+                torch.cuda.ipc_collect()
+
+
+def _all_ranks(good: bool) -> bool:
+    """Whether all ranks say so."""
+    if not dist.is_initialized():
+        return good
+    votes = torch.tensor([int(good)])
+    dist.all_reduce(votes, dist.ReduceOp.MIN)
+    return bool(votes)
