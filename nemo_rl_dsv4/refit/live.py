@@ -67,7 +67,8 @@ class LiveRefit:
     """
 
     def __init__(self, engine: LiveEngine, *, checks: Checks = "sampled", power_of_two: bool = True) -> None:
-        self.engine, self.checks, self.power_of_two = engine, checks, power_of_two
+        self.engine, self.power_of_two = engine, power_of_two
+        self.checks: Checks = checks
         self.references = find_references(engine.model)
         self._homes = dict(live_tensors(engine.model))
         self._places = {name: tensor.data_ptr() for name, tensor in self._homes.items()}

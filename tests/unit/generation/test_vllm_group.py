@@ -144,7 +144,7 @@ def test_weights_that_are_sent_leave_no_buckets_behind(group, monkeypatch) -> No
 
     class Sent:
         def deliver(self, actors: list[str]) -> list[dict]:
-            asked.append(actors)
+            asked.append(list(actors))
             counts = {"tensors": 3, "quantized": 1, "bytes": 8, "seconds": 1.0, "findings": []}
             return [{**counts, "phases": {"load": 0.5}, "phase_bytes": {}} for _ in actors]
 
