@@ -66,7 +66,7 @@ class PolicyActor:
 
         self.spec = spec
         self.worker = build_worker(spec, None if board is None else reporter(board))
-        self.sender = WeightSender(torch.device(spec.device, 0 if spec.device == "cuda" else None))
+        self.sender = WeightSender(torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu"))
         return self.worker.rounding.summary()
 
     def install_report(self) -> dict[str, Any]:

@@ -30,7 +30,8 @@ class SentWeights:
     """
 
     def __init__(self, policy: PolicyGroup, transport: Transport, bucket_bytes: int) -> None:
-        self._policy, self._transport, self._bucket_bytes = policy, transport, bucket_bytes
+        self._policy, self._bucket_bytes = policy, bucket_bytes
+        self._transport: Transport = transport
         self._version, self._updates = policy.version, policy.updates
 
     def deliver(self, engines: Sequence[Any]) -> list[dict[str, Any]]:
