@@ -297,7 +297,8 @@ def run_rank(rank: int, world: int, folder: str, parts: list[str], layouts: list
                     found[scaling] = {"times": times, "tokens": load.rows * load.length, "peak_gib": peak}
                 del worker
             if rank == 0:
-                torch.save(found, here / f"{part}-{variant}-{layout}.pt")
+                torch.save(found, here / f"world-{world}.part")
+                (here / f"world-{world}.part").rename(here / f"{part}-{variant}-{layout}.pt")
                 seconds = time.perf_counter() - started
                 print(f"# {part} {variant} {layout}: {seconds:.1f} s", file=sys.stderr, flush=True)
             del found
@@ -321,27 +322,48 @@ def run(parts: list[str], layouts: list[str], setting: Setting) -> Iterator[Foun
         worlds = [(1, [ONE, HALVES]), (2, layouts)]
         started = [
             mp.start_processes(
-                run_rank, args=(world, folder, parts, own, setting), nprocs=world, join=False, start_method="spawn"
+                run_rank,
+                args=(world, folder, parts, own, setting),
+                nprocs=world,
+                join=False,
+                daemon=True,
+                start_method="spawn",
             )
             for world, own in worlds
         ]
-        for processes in started:
-            assert processes is not None
-            while not processes.join():
-                pass
         here = Path(folder)
-        if "parity" in parts:
-            for variant in variants_of("parity"):
-                wanted = torch.load(here / f"parity-{variant}-{ONE}.pt")
-                for layout in ([HALVES] if variant == "qat" else []) + layouts:
-                    found = torch.load(here / f"parity-{variant}-{layout}.pt")
-                    yield {"part": "parity", "variant": variant, "layout": layout, **compare(found, wanted)}
-        if "speed" in parts:
-            base = torch.load(here / f"speed-qat-{ONE}.pt")["strong"]
-            rate = base["tokens"] / statistics.median(base["times"])
-            for layout in [ONE, *layouts]:
-                for scaling, found in torch.load(here / f"speed-qat-{layout}.pt").items():
+        for part, variant in [(name, variant) for name in parts for variant in variants_of(name)]:
+            base = result(here, part, variant, ONE, started)
+            layouts_of_part = ([HALVES] if (part, variant) == ("parity", "qat") else []) + layouts
+            if part == "parity":
+                for layout in layouts_of_part:
+                    found = result(here, part, variant, layout, started)
+                    yield {"part": part, "variant": variant, "layout": layout, **compare(found, base)}
+                continue
+            rate = base["strong"]["tokens"] / statistics.median(base["strong"]["times"])
+            for layout in [ONE, *layouts_of_part]:
+                for scaling, found in result(here, part, variant, layout, started).items():
                     yield speed_row(layout, scaling, found, rate)
+        for processes in started:
+            while processes is not None and not processes.join():
+                pass
+
+
+def result(here: Path, part: str, variant: str, layout: str, started: list[Any]) -> Any:
+    """What rank 0 of a layout found, as soon as it is there.
+
+    Raises:
+        Exception: a process raised one.
+    """
+    path = here / f"{part}-{variant}-{layout}.pt"
+    while not path.exists():
+        for processes in started:
+            if processes.join(timeout=0.2) and not path.exists():
+                for other in started:
+                    other.join(timeout=0.2)
+                if not any(process.is_alive() for group in started for process in group.processes):
+                    raise RuntimeError(f"all processes have ended without {path.name}")
+    return torch.load(path)
 
 
 def speed_row(layout: str, scaling: str, found: Found, rate_of_one: float) -> Found:
