@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="RECIPE", required=True, help="YAML file of the recipe")
     parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="weights; left out: the recipe's model")
     parser.add_argument("--prompts", metavar="N", type=int, default=24, help="validation prompts (24)")
+    parser.add_argument(
+        "--random-prompts",
+        metavar="MIN-MAX",
+        help="prompts of that many random tokens instead of the recipe's, and no stop token: for random weights",
+    )
     parser.add_argument("--responses", metavar="N", type=int, default=2, help="responses to each prompt (2)")
     parser.add_argument(
         "--noise",
@@ -75,12 +81,22 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("prompts", "responses"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} is {getattr(options, name)}; wanted 1 or more")
+    if options.random_prompts is not None:
+        _lengths(options.random_prompts)
     if not (options.limit >= 0 and math.isfinite(options.limit)):
         raise UserError(f"--limit is {options.limit}; wanted a k3 of 0 or more, such as 0.001")
     if not 0 <= options.noise < 1:
         raise UserError(f"--noise is {options.noise}; wanted 0 or more, and less than 1")
     if options.rollout is not None and options.save_rollout is not None:
         raise UserError("--rollout reads a rollout and --save-rollout writes one; give one of them")
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    """`MIN-MAX` as two numbers."""
+    low, _, high = text.partition("-")
+    if not (low.isdigit() and high.isdigit() and 1 <= int(low) <= int(high)):
+        raise UserError(f"--random-prompts is {text!r}; wanted two lengths such as 16-700")
+    return int(low), int(high)
 
 
 def _study(options: argparse.Namespace, config: MasterConfig, console: Any) -> Any:
@@ -112,11 +128,10 @@ def _study(options: argparse.Namespace, config: MasterConfig, console: Any) -> A
         backend.model_dump(
             include={"attn", "linear", "rms_norm", "experts", "dispatcher", "rope_fusion", "gate_precision"}
         ),
+        rows=config.policy.logprob_batch_size,
         device=device,
     )
-    _, prompts = make_prompts(config, tokenizer, train_set, val_set)
-    if options.rollout is None and len(prompts) < options.prompts:
-        raise UserError(f"--prompts is {options.prompts}; data.validation has {len(prompts)}")
+    prompts = _prompts(options, config, tokenizer, model, make_prompts(config, tokenizer, train_set, val_set)[1])
     sampled = _sampled_before(options, model, folder)
     with _engine(config, model, tokenizer, folder, console, needed=sampled is None) as engine:
         rollout = sampled or _roll_out(options, config, model, engine, tokenizer, prompts, console, folder)
@@ -128,6 +143,29 @@ def _study(options: argparse.Namespace, config: MasterConfig, console: Any) -> A
         )
         with progress(console, "scoring with one trainer after another", len(trainers)) as advance:
             return study_of(model, rollout, engine=engine, trainers=trainers, advance=lambda name: advance(1, name))
+
+
+def _prompts(
+    options: argparse.Namespace, config: MasterConfig, tokenizer: Any, model: Any, validation: Any
+) -> list[list[int]]:
+    """Token ids of the prompts: random, or the first of the recipe's validation set."""
+    import torch
+
+    if options.random_prompts is None:
+        if options.rollout is None and len(validation) < options.prompts:
+            raise UserError(f"--prompts is {options.prompts}; data.validation has {len(validation)}")
+        return [list(prompt.token_ids) for prompt in validation[: options.prompts]]
+    low, high = _lengths(options.random_prompts)
+    longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
+    if high > longest:
+        raise UserError(
+            f"--random-prompts is {options.random_prompts}; policy.max_total_sequence_length less max_new_tokens "
+            f"leaves {longest} tokens for a prompt"
+        )
+    generator = torch.Generator().manual_seed(config.grpo.seed)
+    lengths = torch.randint(low, high + 1, (options.prompts,), generator=generator).tolist()
+    vocabulary = int(model.hf_config["vocab_size"])
+    return [torch.randint(2, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
 def _on_this_machine(config: MasterConfig) -> tuple[MasterConfig, str]:
@@ -216,13 +254,16 @@ def _roll_out(
     from nemo_rl_dsv4.rollout_engines import sampling_params
     from nemo_rl_dsv4.utils.progress import progress
 
+    params = sampling_params(config, tokenizer)
+    if options.random_prompts is not None:
+        params = replace(params, stop_token_ids=(), stop_strings=())
     with progress(console, "rolling out", options.prompts * options.responses) as advance:
         rollout = roll_out(
             engine,
             model,
-            [list(prompt.token_ids) for prompt in prompts[: options.prompts]],
+            prompts,
             responses=options.responses,
-            params=sampling_params(config, tokenizer),
+            params=params,
             pad_id=tokenizer.pad_id,
             seed=config.grpo.seed,
             advance=advance,

@@ -142,13 +142,17 @@ def _replay(study: Study, everything: Variant | None) -> list[str]:
     return [f"With the rollout's experts replayed{own} k3 is {replayed.mismatch.k3}."]
 
 
+FEW = 0.05
+"""Share of all tokens that counts as a handful."""
+
+
 def _few_tokens(study: Study, everything: Variant | None) -> list[str]:
     """Whether a handful of tokens makes most of the distance, and whether the engine itself parts there."""
     if everything is None or not study.worst:
         return []
     whole = everything.mismatch.k3.mean * everything.mismatch.tokens
     share = sum(row["k3"] for row in study.worst)
-    if whole <= 0 or share < 0.5 * whole:
+    if whole <= 0 or share < 0.5 * whole or len(study.worst) > FEW * everything.mismatch.tokens:
         return []
     said = f"{len(study.worst)} of {everything.mismatch.tokens} tokens make {share / whole:.0%} of k3"
     if all("prefill" in row for row in study.worst):

@@ -99,6 +99,7 @@ def test_noise_moves_matrices_by_their_spread() -> None:
     [
         (["--prompts", "0"], "--prompts is 0"),
         (["--noise", "2"], "--noise is 2.0"),
+        (["--random-prompts", "9-4"], "--random-prompts is '9-4'"),
         (["--rollout", "a", "--save-rollout", "b"], "give one of them"),
         (["policy.dsv4.tiny.seed=987654"], "has not been made yet"),
         (["--checkpoint", "no/such/folder"], "no/such/folder"),
