@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nemo_rl_dsv4.cli import convert, inspect, mismatch, plan, plot, profiles, verify_refit
+from nemo_rl_dsv4.cli import convert, doctor, inspect, mismatch, plan, plot, profiles, verify_refit
 from nemo_rl_dsv4.cli.guard import BAD_INPUT, guarded
 from nemo_rl_dsv4.errors import UserError
 
 COMMANDS = {
     "convert": convert,
+    "doctor": doctor,
     "inspect": inspect,
     "mismatch": mismatch,
     "plan": plan,

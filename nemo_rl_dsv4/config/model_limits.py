@@ -44,7 +44,7 @@ def model_limits(config: MasterConfig) -> ModelLimits:
             raise UserError("policy.model_name is tiny but policy.dsv4.tiny is null; give the tiny model's sizes there")
         values = policy.dsv4.tiny.model_dump()
     else:
-        values = _read_config(policy.model_name)
+        values = model_values(policy.model_name)
     _check_overrides(values, policy.hf_config_overrides)
     values = {**values, **policy.hf_config_overrides}
     if policy.model_name != TINY:
@@ -65,7 +65,12 @@ def _check_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) ->
         raise UserError(f"policy.hf_config_overrides {sorted(overrides)} on {CONFIG_OF_MODEL}: {message}")
 
 
-def _read_config(model_name: str) -> dict[str, Any]:
+def model_values(model_name: str) -> dict[str, Any]:
+    """`config.json` of a folder, or what is known of a hub id; empty for one that is not known.
+
+    Raises:
+        UserError: a path without a readable config.json.
+    """
     folder = Path(model_name).expanduser()
     if not folder.exists():
         looks_like_path = model_name.startswith((".", "~", os.sep)) or model_name.count("/") != 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.rules_of_agreement import check_agreement
 from nemo_rl_dsv4.config.rules_of_attention import check_attention
 from nemo_rl_dsv4.config.rules_of_dispatch import check_context_parallel, check_dispatch
 from nemo_rl_dsv4.config.rules_of_layout import (
@@ -60,6 +61,7 @@ def validate(config: MasterConfig, *, runs_here: bool = True) -> Runtime:
     ):
         check(config)
     check_rollout_engine(config, runtime)
+    check_agreement(config)
     check_data(config, runtime)
     check_async(config, runtime)
     check_scoring(config, runtime)

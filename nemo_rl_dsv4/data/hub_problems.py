@@ -134,8 +134,9 @@ def _open_copy(spec: DatasetSpec, path: Path, split: str, cache: str | None) -> 
         saved = _guarded(spec, where, "write it anew with save_to_disk", lambda: datasets.load_from_disk(str(path)))
         if not isinstance(saved, datasets.DatasetDict):
             return saved
-        if split not in saved:
-            raise spec.error(f"{where} has no split {split!r}{nearest(split, list(saved))}; it has {', '.join(saved)}")
+        names = [str(name) for name in saved]
+        if split not in names:
+            raise spec.error(f"{where} has no split {split!r}{nearest(split, names)}; it has {', '.join(names)}")
         return saved[split]
     files = sorted(file for file in path.rglob("*") if file.suffix in FORMATS) if path.is_dir() else [path]
     suffixes = {file.suffix for file in files}
@@ -149,12 +150,12 @@ def _open_copy(spec: DatasetSpec, path: Path, split: str, cache: str | None) -> 
     except OSError as error:
         raise spec.error(f"{where} cannot be read: {error}; {fix}") from error
     reader = FORMATS[suffixes.pop()]
-    names = [str(file) for file in files]
+    paths = [str(file) for file in files]
     return _guarded(
         spec,
         where,
         fix,
-        lambda: datasets.load_dataset(reader, data_files={"train": names}, split="train", cache_dir=cache),
+        lambda: datasets.load_dataset(reader, data_files={"train": paths}, split="train", cache_dir=cache),
     )
 
 

@@ -26,21 +26,23 @@ class RolloutFacts:
         name: the profile, as messages call it.
         quantized: weights and products are FP8.
         deep_gemm: activation scales are powers of two, which only DeepGEMM makes.
-        fp8_kv: the KV cache is FP8.
+        fp8_kv: the KV cache and the indexer's queries and keys are FP8.
+        fp8_o_proj: the input of the attention output projection is FP8.
     """
 
     name: str
     quantized: bool = True
     deep_gemm: bool = False
     fp8_kv: bool = True
+    fp8_o_proj: bool = False
 
 
 FACTS = {
     facts.name: facts
     for facts in (
         RolloutFacts("bf16", quantized=False, fp8_kv=False),
-        RolloutFacts("vllm-hopper", deep_gemm=True),
-        RolloutFacts("vllm-blackwell", deep_gemm=True),
+        RolloutFacts("vllm-hopper", deep_gemm=True, fp8_o_proj=True),
+        RolloutFacts("vllm-blackwell", deep_gemm=True, fp8_o_proj=True),
         RolloutFacts("vllm-rocm-gfx950"),
         RolloutFacts("vllm-rocm-gfx950-bf16", quantized=False),
         RolloutFacts("vllm-rocm-gfx942"),

@@ -12,20 +12,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = REPOSITORY / "examples/configs/recipes/llm"
-SMALL = [
-    "grpo.num_prompts_per_step=2",
-    "grpo.num_generations_per_prompt=4",
-    "grpo.max_val_samples=8",
-    "grpo.val_batch_size=8",
-    "policy.train_global_batch_size=8",
-    "policy.generation.max_new_tokens=6",
-    "policy.generation.reference_cfg.num_workers=1",
-    "policy.dsv4.cpu_processes=1",
-    "policy.dsv4.tiny.warm_start.steps=1",
-    "policy.dsv4.tiny.warm_start.batch_size=4",
-    "data.train.size=64",
-    "data.validation.size=8",
-]
+SMALL = (Path(__file__).parent / "small.overrides").read_text(encoding="utf-8").split()
 
 
 @pytest.fixture(scope="session")
@@ -78,5 +65,17 @@ def run(command, environment, tmp_path):
             line.remove("-W")
             line.remove("ignore")
         return subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+
+    return start
+
+
+@pytest.fixture
+def script(environment, tmp_path, tiny_cache):
+    """Run a shell script of this folder to its end and return the finished process."""
+
+    def start(name: str, *extra: str) -> subprocess.CompletedProcess[str]:
+        own = {"RUN_DIR": str(tmp_path), "PYTHON": sys.executable}
+        line = ["bash", str(REPOSITORY / "tests/functional" / name), f"policy.dsv4.tiny.cache_dir={tiny_cache}", *extra]
+        return subprocess.run(line, env={**environment, **own}, capture_output=True, text=True, timeout=400)
 
     return start

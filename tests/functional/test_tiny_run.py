@@ -73,31 +73,14 @@ def test_resume_continues_as_if_never_stopped(run, tmp_path):
         }
 
 
-def test_bf16_training_disagrees_with_the_rollout(run, tmp_path):
-    done = run(
-        "bf16",
-        "grpo.max_num_steps=1",
-        "checkpointing.enabled=false",
-        "grpo.val_at_start=false",
-        "grpo.val_at_end=false",
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.mark.parametrize("name", sorted(path.name for path in Path(__file__).parent.glob("*.sh")))
+def test_a_script_runs_and_its_checks_hold(script, name, tmp_path):
+    """BF16 training disagrees with the rollout; two processes that share sequences and experts agree with it."""
+    done = script(name)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
     (record,) = records(tmp_path / "logs/exp_001")
-    assert record["train/gen_kl_error"] > 1e-6
-
-
-def test_two_processes_share_sequences_and_experts(run, tmp_path):
-    done = run(
-        "cp2ep2-qat",
-        "policy.dsv4.cpu_processes=2",
-        "grpo.max_num_steps=1",
-        "checkpointing.enabled=false",
-        "grpo.val_at_start=false",
-        "grpo.val_at_end=false",
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (record,) = records(tmp_path / "logs/exp_001")
-    assert record["train/gen_kl_error"] < 1e-4
+    assert record["step"] == 1
+    assert [line[:4] for line in done.stdout.splitlines() if "gen_kl_error" in line][-1] == "ok  "
 
 
 def test_ctrl_c_leaves_nothing_half_written(command, environment, tmp_path):

@@ -27,6 +27,7 @@ LAYERS = (
     "planning",
     "rollout_engines",
     "runtime",
+    "doctor",
     "cli",
 )
 """Lowest first; a layer imports only what stands before it."""

@@ -218,7 +218,7 @@ def test_the_mi355x_profile_states_its_published_settings():
 
 
 def test_a_rollout_of_its_own_takes_half_the_nodes():
-    config = load_config(RECIPES / f"{FLASH_0731}-16n8g-automodel-cp8ep64-noncolocated-qat.yaml")
+    config = load_config(RECIPES / f"{FLASH_0731}-16n8g-h200-automodel-cp8ep64-noncolocated-qat.yaml")
     assert (config.world_size, config.rollout_gpus, config.data_parallel_size) == (64, 64, 8)
     assert ranks(config)[-1].node == 7
 

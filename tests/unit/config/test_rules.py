@@ -13,7 +13,12 @@ PROCESSES = "policy.dsv4.cpu_processes"
 CP, EP = "policy.dtensor_cfg.context_parallel_size", "policy.dtensor_cfg.expert_parallel_size"
 ENGINE = "policy.generation.vllm_cfg"
 PACKING = "policy.sequence_packing"
-GPU = ["cluster.gpus_per_node=8", "policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_model_len=256"]
+GPU = [
+    "cluster.gpus_per_node=8",
+    "policy.generation.backend=vllm",
+    "policy.generation.vllm_cfg.max_model_len=256",
+    "policy.dsv4.tiny.expert_format=fp8",
+]
 
 REFUSED = {
     "a profile to read only": (["policy.dsv4.rollout_profile=deepseek-reference"], "not a rollout of this version"),

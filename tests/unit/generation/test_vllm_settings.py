@@ -91,11 +91,13 @@ def test_the_light_table_says_what_the_profiles_say() -> None:
     assert set(FACTS) == set(PROFILES) and set(PROFILE_OF_GPU.values()) <= set(PROFILES)
     for name, profile in PROFILES.items():
         inputs = profile.site("linear.input")
-        found = (FACTS[name].quantized, FACTS[name].deep_gemm, FACTS[name].fp8_kv)
+        facts = FACTS[name]
+        found = (facts.quantized, facts.deep_gemm, facts.fp8_kv, facts.fp8_o_proj)
         assert found == (
             profile.site("linear.weight") is not None,
             inputs is not None and inputs.scale == "ue8m0",
             profile.site("kv.swa") is not None,
+            profile.site("o_proj.input") is not None,
         ), name
 
 

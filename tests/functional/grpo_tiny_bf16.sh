@@ -1,0 +1,13 @@
+#!/bin/bash
+# One step of the -bf16 recipe: it runs, and trainer and rollout disagree.
+source "$(dirname -- "${BASH_SOURCE[0]}")/common.env"
+
+CHECKS=(
+    # measured MEASURED_BF16
+    'max(data["train/gen_kl_error"]) > 1e-6'
+    # measured MEASURED_BF16_TOP
+    'max(data["train/gen_kl_error"]) < 1e-1'
+)
+
+run_small grpo-dsv4-tiny-1n0g-automodel-bf16 grpo.max_num_steps=1 "$@"
+check_metrics "${CHECKS[@]}"
