@@ -4,10 +4,11 @@
   uv run tests/check_metrics.py RUN --steps            the last step of the run, and nothing else
   uv run tests/check_metrics.py RUN --json EXPRESSION...
 
-RUN is a metrics.jsonl, a run folder with one, a log folder (its newest run), a folder with TensorBoard events, or a .json
-of {metric: {step: value}} as NeMo-RL's scripts dump it. In an expression data["NAME"] is a metric by step; min, max, mean,
-median and last make a number of it; mean and median take range_start and range_end as NeMo-RL's checker does (steps from
-1, the end excluded, negative from the end, 0 for the last). Numbers can be added and compared; nothing else is evaluated.
+RUN is a metrics.jsonl, a run folder with one, a log folder (its newest run), a folder with TensorBoard events, or a
+.json of {metric: {step: value}} as NeMo-RL's scripts dump it. In an expression data["NAME"] is a metric by step; min,
+max, mean, median and last make a number of it; mean and median take range_start and range_end as NeMo-RL's checker does
+(steps from 1, the end excluded, negative from the end, 0 for the last). Numbers can be added and compared; nothing else
+is evaluated.
 """
 
 from __future__ import annotations
@@ -195,9 +196,8 @@ def run(arguments: list[str]) -> int:
         print(json.dumps({"checks": rows}))
     else:
         for row in rows:
-            print(
-                f"{'ok  ' if row['holds'] else 'FAIL'} {row['expression']}  [{', '.join(f'{n:.4g}' for n in row['numbers'])}]"
-            )
+            numbers = ", ".join(f"{number:.4g}" for number in row["numbers"])
+            print(f"{'ok  ' if row['holds'] else 'FAIL'} {row['expression']}  [{numbers}]")
     return OK if all(row["holds"] for row in rows) else FINDING
 
 

@@ -16,9 +16,9 @@ EXAMPLE = (
     "examples:\n"
     "  nemo-rl-dsv4 doctor                       this machine alone, with or without GPUs\n"
     "  nemo-rl-dsv4 doctor --address auto --config RECIPE\n"
-    "                                            every node of the running Ray cluster, against what a recipe asks\n"
+    "                                            every node of a Ray cluster, against what a recipe asks\n"
     "  nemo-rl-dsv4 doctor --address auto --json | jq '.findings[] | select(.status == \"problem\")'\n\n"
-    "checked: GPUs, driver, NVLink or xGMI links, NCCL or RCCL, DeepEP and UCCL, HF_HOME (writable, and one folder on all\n"
+    "checked: GPUs, driver, NVLink or xGMI links, NCCL or RCCL, DeepEP and UCCL, HF_HOME (writable, one folder on all\n"
     "nodes), free disk, clocks, package versions (equal, and as pinned)\n\n"
     "exit status: 0 fit (notes may be shown), 1 a problem, 2 bad input"
 )

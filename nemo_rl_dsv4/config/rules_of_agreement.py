@@ -131,7 +131,7 @@ def _cache(config: MasterConfig) -> Iterator[Contradiction]:
         (f"{ARGUMENTS}.attention_backend", generation.vllm_kwargs.get("attention_backend")),
         (f"{ARGUMENTS}.attention_config.backend", _nested(generation.vllm_kwargs.get("attention_config"), "backend")),
     ):
-        if name is None:
+        if not isinstance(name, str):
             continue
         dtype, profile = generation.vllm_cfg.kv_cache_dtype, _profile(config)
         if name not in ATTENTION:

@@ -44,6 +44,8 @@ def unused_keys(config: MasterConfig) -> list[str]:
         if value not in silent:
             found.append(f"{key} ({_short(value)})")
     for name, dataset in (("train", config.data.train), ("validation", config.data.validation)):
+        if dataset is None:
+            continue
         for key in UNUSED_OF_DATASETS:
             value = getattr(dataset, key, None)
             if key in READ_BY_HUB_SETS and dataset.dataset_name in HUB_SETS:

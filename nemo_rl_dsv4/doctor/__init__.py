@@ -1,2 +1,5 @@
-"""Whether machines are fit for a run: what a node is (`node`), what it says of its GPUs (`gpus`), what is wrong (`rules`),
-and the same of every node of a Ray cluster (`cluster`)."""
+"""Whether machines are fit for a run.
+
+`node` says what a node is, `gpus` what its vendor's tools print, `rules` what is wrong; `cluster` asks every node of a
+Ray cluster.
+"""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemo_rl_dsv4.doctor.node import Node, pins
@@ -37,7 +39,7 @@ def connected(address: str, environment: dict[str, str]) -> Iterator[None]:
             address=address,
             namespace="nemo-rl-dsv4-doctor",
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             runtime_env={"env_vars": environment},
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -64,8 +66,9 @@ def examine_cluster(
     """
     alive = [node for node in ray.nodes() if node["Alive"]]
     actor = ray.remote(num_cpus=0)(Node)
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
     actors = {
-        node["NodeManagerAddress"]: actor.options(
+        node["NodeID"]: actor.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote()
         for node in alive
@@ -74,16 +77,17 @@ def examine_cluster(
     asked = {name: handle.describe.remote() for name, handle in actors.items()}
     deadline = time.monotonic() + seconds
     for name, reference in asked.items():
+        address = addresses[name]
         try:
             facts[name] = ray.get(reference, timeout=max(deadline - time.monotonic(), 0.1))
-            on_node(name)
-        except ray.exceptions.GetTimeoutError:
+            on_node(address)
+        except GetTimeoutError:
             fix = "look at Ray's logs on the node (/tmp/ray/session_latest/logs), or give --timeout"
-            findings.append(Finding("answer", "problem", name, f"does not answer within {seconds:.0f} s", fix))
-        except ray.exceptions.RayError as error:
+            findings.append(Finding("answer", "problem", address, f"does not answer within {seconds:.0f} s", fix))
+        except RayError as error:
             reason = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
             fix = "install the same environment there, or mount it at the same path"
-            findings.append(Finding("answer", "problem", name, f"the doctor cannot run there: {reason}", fix))
+            findings.append(Finding("answer", "problem", address, f"the doctor cannot run there: {reason}", fix))
     own_pins = pins()
     for name in facts:
         findings += node_findings(facts[name], wanted, own_pins)
@@ -98,7 +102,7 @@ def _clock(host: str, actor: Any) -> Finding:
     tries = []
     for _ in range(3):
         before = time.time()
-        there = ray.get(actor.now.remote())
+        there: Any = ray.get(actor.now.remote())
         after = time.time()
         tries.append(((after - before) / 2, there - (before + after) / 2))
     uncertainty, offset = min(tries)
@@ -116,7 +120,7 @@ def _shared_cache(facts: dict[str, dict[str, Any]], actors: dict[str, Any]) -> I
         return  # the finding on HF_HOME says so
     try:
         for name in usable[1:]:
-            found = ray.get(actors[name].read_token.remote(file))
+            found: Any = ray.get(actors[name].read_token.remote(file))
             fact = facts[name]
             yield token_finding(fact["host"], fact["cache"]["path"], found, text, facts[writer]["host"])
     finally:

@@ -147,7 +147,7 @@ def parse_amd_links(text: str, gpus: int) -> list[tuple[int, int]]:
     missing = [pair for pair in wanted if pair not in types and pair[::-1] not in types]
     if missing:
         raise ToolError(f"`rocm-smi --showtopotype` says nothing of GPUs {missing[0][0]} and {missing[0][1]}")
-    return [pair for pair in wanted if types.get(pair, types.get(pair[::-1], "")).upper() != "XGMI"]
+    return [pair for pair in wanted if types.get(pair, types.get((pair[1], pair[0]), "")).upper() != "XGMI"]
 
 
 def _json(text: str) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def collectives(vendor: str | None) -> dict[str, str] | None:
     import torch
 
     try:
-        version = torch.cuda.nccl.version()
+        version = torch.cuda.nccl.version()  # pyright: ignore[reportAttributeAccessIssue]
     except (AttributeError, RuntimeError):  # a build without it
         return None
     name = "RCCL" if torch.version.hip or vendor == "amd" else "NCCL"

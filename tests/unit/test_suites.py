@@ -1,4 +1,4 @@
-"""Conventions of recipes and their test scripts: names, one to one, listed once, checks explained, GPU-hours, dry run."""
+"""Conventions of recipes and their test scripts: names, one to one, listed once, checks explained, GPU-hours."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The group of settings that must agree: each pair once, on recipes that are right without the change."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ MINI = "grpo-dsv4-mini-1n1g-automodel-qat"
 ENGINE, KWARGS = "policy.generation.vllm_cfg", "policy.generation.vllm_kwargs"
 
 
+@cache
 def recipe(name, *overrides):
     return load_config(RECIPES / f"{name}.yaml", ["runtime=embedded", *overrides])
 
