@@ -2,6 +2,7 @@
 
   uv run scripts/lock.py            resolve anew (newest versions that pyproject.toml and its exclude-newer allow)
   uv run scripts/lock.py --check    change nothing; exit 1 if requirements.lock is not well-formed
+  python scripts/lock.py --without-cuda   print it without torch, triton and CUDA's libraries (docker/Dockerfile.rocm)
 
 uv.lock, from which it is exported, also records download addresses. It is made on the first `uv run` and not committed.
 """
@@ -54,6 +55,18 @@ def problems(text: str) -> list[str]:
     return found
 
 
+def without_cuda(text: str) -> str:
+    """The lock without torch, triton and the packages that only CUDA's torch needs; all other pins with their hashes."""
+    kept, dropping = [], False
+    for line in text.splitlines():
+        pin = REQUIREMENT.fullmatch(line)
+        if pin is not None:
+            dropping = pin["name"] in ("torch", "triton") or pin["name"].startswith(("nvidia-", "cuda-"))
+        if not dropping:
+            kept.append(line)
+    return "\n".join(kept) + "\n"
+
+
 def direct_pins(pyproject: str) -> dict[str, str]:
     """Name -> version of what pyproject.toml pins exactly for the default, test and development environments."""
     data = tomllib.loads(pyproject)
@@ -76,7 +89,12 @@ def main() -> int:
     """Remakes or checks the file; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only check the file that is there")
-    check_only = parser.parse_args().check
+    parser.add_argument("--without-cuda", action="store_true", help="print the pins that do not depend on the vendor")
+    options = parser.parse_args()
+    if options.without_cuda:
+        print(without_cuda(LOCK.read_text(encoding="utf-8")), end="")
+        return 0
+    check_only = options.check
     if check_only:
         text = LOCK.read_text(encoding="utf-8")
     else:
