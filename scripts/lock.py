@@ -56,7 +56,7 @@ def problems(text: str) -> list[str]:
 
 
 def without_cuda(text: str) -> str:
-    """The lock without torch, triton and the packages that only CUDA's torch needs; all other pins with their hashes."""
+    """The lock without torch, triton and what only CUDA needs; all other pins with their hashes."""
     kept, dropping = [], False
     for line in text.splitlines():
         pin = REQUIREMENT.fullmatch(line)

@@ -123,7 +123,8 @@ def slurm(tmp_path):
     calls = tmp_path / "calls"
     programs = {
         "scontrol": "printf 'node1\\nnode2\\nnode3\\n'",
-        "srun": f'while [[ $1 == -* ]]; do [[ $1 == -w ]] && {{ on=$2; shift; }}; shift; done\necho "$on $*" >> {calls}\n'
+        "srun": "while [[ $1 == -* ]]; do [[ $1 == -w ]] && { on=$2; shift; }; shift; done\n"
+        f'echo "$on $*" >> {calls}\n'
         "case $1 in hostname) echo 10.0.0.1;; ray) exec sleep 30;; python) [[ $2 == -c ]] && echo 3; true;; "
         "nemo-rl-dsv4) exit ${DOCTOR:-0};; esac",
     }
