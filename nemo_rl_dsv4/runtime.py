@@ -11,10 +11,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import ray
 import yaml
@@ -26,8 +26,8 @@ from nemo_rl_dsv4.config.topology import packed_length
 from nemo_rl_dsv4.data import Tokenizer
 from nemo_rl_dsv4.environments import MathEnvironment
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.generation.group import ReferenceSpec
-from nemo_rl_dsv4.generation.vllm import detect_profile
+from nemo_rl_dsv4.generation.group import ReferenceGeneration, ReferenceSpec
+from nemo_rl_dsv4.generation.vllm import VllmGeneration, detect_profile
 from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore
 from nemo_rl_dsv4.grpo.phases import Phases
 from nemo_rl_dsv4.grpo.settings import CheckpointSettings, TrainerSettings
@@ -85,20 +85,11 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
     settings = TrainerSettings.from_config(config)
     warn_of_biased_sampling(config, console)
     with ray_cluster(config):
-        config = with_profile(config)
-        group = PolicyGroup(config.world_size, device="cuda" if config.cluster.gpus_per_node else "cpu")
         progress_bars = RunConsole(console, config.grpo.max_num_steps)
         phases = Phases(progress_bars)
         # Engines that roll out beside training have no bar: the phase on show is another one.
         on_progress = (lambda count: None) if config.grpo.async_grpo.enabled else phases.advance
-        generation = start_engines(config, tokenizer, on_progress)
-        checkpoint = resolve_checkpoint(config, tokenizer, train_set, group, console)
-        check_vocabulary(config, tokenizer, checkpoint)
-        rounding = build_policy(config, checkpoint, group, console)
-        with progress(console, "loading the rollout engine"):
-            spec = reference_spec if config.policy.generation.backend == "reference" else vllm_spec
-            generation.build(spec(config, checkpoint))
-        console.print(f"training rounds: {rounding}", highlight=False, soft_wrap=True)
+        config, group, generation = start_parts(config, tokenizer, train_set, console, on_progress)
         environment = MathEnvironment(
             num_workers=config.env.math.num_workers, verifier=config.env.math.math_verify_impl
         )
@@ -131,6 +122,36 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
                 logger.discard_if_empty()
     report(console, logger, summary, time.monotonic() - started)
     return summary
+
+
+class Parts(NamedTuple):
+    """What a loop drives, built and loaded."""
+
+    config: MasterConfig
+    """The recipe, its rollout profile resolved."""
+    group: PolicyGroup
+    generation: ReferenceGeneration | VllmGeneration
+
+
+def start_parts(
+    config: MasterConfig, tokenizer: Tokenizer, train_set: list, console: Any, on_progress: Callable[[int], None]
+) -> Parts:
+    """Start the processes of policy and rollout, and give both the recipe's checkpoint; needs a running Ray.
+
+    Args:
+        on_progress: called with the number of responses each time some are finished.
+    """
+    config = with_profile(config)
+    group = PolicyGroup(config.world_size, device="cuda" if config.cluster.gpus_per_node else "cpu")
+    generation = start_engines(config, tokenizer, on_progress)
+    checkpoint = resolve_checkpoint(config, tokenizer, train_set, group, console)
+    check_vocabulary(config, tokenizer, checkpoint)
+    rounding = build_policy(config, checkpoint, group, console)
+    with progress(console, "loading the rollout engine"):
+        spec = reference_spec if config.policy.generation.backend == "reference" else vllm_spec
+        generation.build(spec(config, checkpoint))
+    console.print(f"training rounds: {rounding}", highlight=False, soft_wrap=True)
+    return Parts(config, group, generation)
 
 
 LARGE_CHECKPOINT_BYTES = 1 << 30
@@ -354,9 +375,15 @@ def with_profile(config: MasterConfig) -> MasterConfig:
 
 
 @contextmanager
-def ray_cluster(config: MasterConfig) -> Iterator[None]:
-    """A Ray of our own with a slot for every process of the recipe, or the one that `RAY_ADDRESS` names."""
+def ray_cluster(config: MasterConfig, environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    """A Ray of our own with a slot for every process of the recipe, or the one that `RAY_ADDRESS` names.
+
+    Args:
+        environment: further environment variables of every process.
+    """
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if environment:
+        options["runtime_env"] = {"env_vars": dict(environment)}
     if not os.environ.get("RAY_ADDRESS"):
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 starves workers on a busy desktop
         processes = config.world_size + config.policy.generation.reference_cfg.num_workers

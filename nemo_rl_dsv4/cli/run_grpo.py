@@ -18,6 +18,9 @@ examples:
   the same with other settings, only checked:
     uv run examples/run_grpo.py --config examples/configs/recipes/llm/grpo-dsv4-tiny-1n0g-automodel-qat.yaml \\
       --dry-run grpo.max_num_steps=5 policy.dsv4.train_mode=bf16
+  the same run under NeMo-RL's own loop (docs/nemo_rl.md):
+    PYTHONPATH=path/to/RL uv run examples/run_grpo.py --trainer nemo_rl \\
+      --config examples/configs/recipes/llm/grpo-dsv4-tiny-1n0g-automodel-qat.yaml
   go on with the newest run of the recipe's log folder:
     uv run examples/run_grpo.py --config examples/configs/recipes/llm/grpo-dsv4-tiny-1n0g-automodel-qat.yaml --resume
 
@@ -41,13 +44,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """
     parser = _Parser(
         prog="run_grpo.py",
-        usage="run_grpo.py --config RECIPE [--dry-run] [--resume [RUN_DIR]] [--debug] [key=value ...]",
+        usage="run_grpo.py --config RECIPE [--trainer T] [--dry-run] [--resume [RUN_DIR]] [--debug] [key=value ...]",
         description="Train a DeepSeek-V4 with GRPO as a recipe says.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="RECIPE", required=True, help="YAML file of the recipe")
+    parser.add_argument(
+        "--trainer",
+        choices=("auto", "embedded", "nemo_rl"),
+        help="whose loop trains: this package's own, or NeMo-RL's grpo_train (its checkout on PYTHONPATH, Python 3.12 or "
+        "newer); auto takes NeMo-RL's where it can be imported. The same as the recipe's key `runtime`, and wins over it",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check the recipe, print the topology and stop")
     parser.add_argument(
         "--resume",
@@ -75,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
     from nemo_rl_dsv4.utils.console import make_console
     from nemo_rl_dsv4.utils.run_folder import find_run, recorded_config
 
-    config = load_config(Path(options.config), options.overrides)
+    chosen = [] if options.trainer is None else [f"++runtime={options.trainer}"]
+    config = load_config(Path(options.config), [*options.overrides, *chosen])
     runtime = validate(config, runs_here=not options.dry_run)
     resume = None if options.resume is None else find_run(options.resume, Path(config.logger.log_dir))
     unused = unused_keys(config) if runtime == "embedded" else []
@@ -91,7 +101,10 @@ def run(options: argparse.Namespace) -> int:
 
     silence_library_warnings()
     with starting():
-        from nemo_rl_dsv4.runtime import run as start
+        if runtime == "nemo_rl":
+            from nemo_rl_dsv4.integrations.nemo_rl.run import run as start
+        else:
+            from nemo_rl_dsv4.runtime import run as start
 
     start(config, resume=resume)
     return OK

@@ -17,27 +17,38 @@ def not_implemented(config: MasterConfig, runtime: Runtime) -> list[str]:
     """What a recipe asks for that this version refuses to run, one sentence each."""
     refused = []
     if runtime == "nemo_rl":
-        refused.append(
-            "runtime nemo_rl is not available yet: only the embedded runtime is; set runtime=embedded, or take "
-            "NeMo-RL's checkout off PYTHONPATH"
-        )
-    elif config.policy.generation.backend == "vllm":
+        refused += _beyond_grpo_train(config)
+    if config.policy.generation.backend == "vllm":
         refused += _beyond_one_host(config)
     return refused
 
 
 def _beyond_one_host(config: MasterConfig) -> list[str]:
-    """The embedded runtime's vLLM engines run on the policy's host; anything else is refused by name."""
+    """The policy and its vLLM engines run on one host, in both runtimes; anything else is refused by name."""
     refused, generation = [], config.policy.generation
     if config.cluster.num_nodes > 1:
         refused.append(
-            f"cluster.num_nodes is {config.cluster.num_nodes}; the embedded runtime's vLLM engines run on one host: "
-            "set 1, or use runtime nemo_rl"
+            f"cluster.num_nodes is {config.cluster.num_nodes}; the policy and its vLLM engines run on one host in this "
+            "version: set 1"
         )
     if generation.vllm_cfg.async_engine:
+        refused.append("policy.generation.vllm_cfg.async_engine is true; whole batches are rolled out: set false")
+    return refused
+
+
+def _beyond_grpo_train(config: MasterConfig) -> list[str]:
+    """What the synchronous `grpo_train` of NeMo-RL, or our parts under it, do not do."""
+    refused, grpo = [], config.grpo
+    if grpo.async_grpo.enabled:
+        refused.append("grpo.async_grpo.enabled is true; only NeMo-RL's synchronous grpo_train is run: set false")
+    samples, size = grpo.max_val_samples, grpo.val_batch_size
+    if samples is not None and size is not None and samples > size and samples % size:
         refused.append(
-            "policy.generation.vllm_cfg.async_engine is true; the embedded runtime rolls out whole batches: set false"
+            f"grpo.max_val_samples {samples} is no multiple of grpo.val_batch_size {size}; NeMo-RL would leave the "
+            "rest out: make it one"
         )
+    if not config.checkpointing.save_optimizer and config.checkpointing.enabled:
+        refused.append("checkpointing.save_optimizer is false; the policy always writes its optimizer: set true")
     return refused
 
 

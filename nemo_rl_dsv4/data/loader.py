@@ -99,9 +99,7 @@ class PromptLoader:
 
     def next_batch(self) -> list[Prompt]:
         """The next batch; the state already points past it when it is returned."""
-        order = list(range(len(self.prompts)))
-        if self.shuffle:
-            random.Random(f"{self.seed}/{self.epoch}").shuffle(order)
+        order = self.order(self.epoch)
         start = self.position * self.batch
         chosen = [self.prompts[index] for index in order[start : start + self.batch]]
         self.position += 1
@@ -109,9 +107,16 @@ class PromptLoader:
             self.epoch, self.position = self.epoch + 1, 0
         return chosen
 
+    def order(self, epoch: int) -> list[int]:
+        """Indices of the prompts in the order of an epoch."""
+        order = list(range(len(self.prompts)))
+        if self.shuffle:
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, and what it reads, as plain numbers."""
-        return {**self._identity(), "epoch": self.epoch, "position": self.position}
+        return {**self.identity(), "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch that was the last when `state` was taken.
@@ -123,12 +128,7 @@ class PromptLoader:
             raise UserError(
                 f"the saved loader state is {type(state).__name__}, not a mapping; resume from another checkpoint"
             )
-        for key, value in self._identity().items():
-            if state.get(key) != value:
-                raise UserError(
-                    f"the saved loader state has {key} {state.get(key)!r}, this run has {value!r}; "
-                    "resume with the same data settings"
-                )
+        self.check_identity(state)
         epoch, position = state.get("epoch"), state.get("position")
         if not isinstance(epoch, int) or not isinstance(position, int) or epoch < 0 or not 0 <= position < len(self):
             raise UserError(
@@ -137,7 +137,21 @@ class PromptLoader:
             )
         self.epoch, self.position = epoch, position
 
-    def _identity(self) -> dict[str, Any]:
+    def check_identity(self, state: dict[str, Any]) -> None:
+        """Refuse the state of a loader of other prompts.
+
+        Raises:
+            UserError: names the first setting that differs.
+        """
+        for key, value in self.identity().items():
+            if state.get(key) != value:
+                raise UserError(
+                    f"the saved loader state has {key} {state.get(key)!r}, this run has {value!r}; "
+                    "resume with the same data settings"
+                )
+
+    def identity(self) -> dict[str, Any]:
+        """What the loader reads and in which order, as plain numbers."""
         return {
             "prompts": len(self.prompts),
             "batch": self.batch,

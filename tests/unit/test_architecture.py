@@ -28,6 +28,7 @@ LAYERS = (
     "rollout_engines",
     "runtime",
     "doctor",
+    "integrations",
     "cli",
 )
 """Lowest first; a layer imports only what stands before it."""

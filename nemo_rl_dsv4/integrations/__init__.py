@@ -1,0 +1,1 @@
+"""Other trainers that this package's parts run under."""
