@@ -389,6 +389,7 @@ def ray_cluster(config: MasterConfig, environment: Mapping[str, str] | None = No
         processes = config.world_size + config.policy.generation.reference_cfg.num_workers
         os.environ.setdefault("RAY_raylet_start_wait_time_s", str(RAY_START_SECONDS))
         options |= {
+            "address": "local",  # else Ray joins whatever `ray start` left on this machine
             "num_cpus": processes,
             "num_gpus": config.world_size if config.cluster.gpus_per_node else 0,
             "include_dashboard": False,

@@ -54,8 +54,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--trainer",
         choices=("auto", "embedded", "nemo_rl"),
-        help="whose loop trains: this package's own, or NeMo-RL's grpo_train (its checkout on PYTHONPATH, Python 3.12 or "
-        "newer); auto takes NeMo-RL's where it can be imported. The same as the recipe's key `runtime`, and wins over it",
+        help="whose loop trains: this package's own, or NeMo-RL's grpo_train (its checkout on PYTHONPATH, Python 3.12 "
+        "or newer); auto takes NeMo-RL's where it can be imported. Wins over the recipe's key `runtime`",
     )
     parser.add_argument("--dry-run", action="store_true", help="check the recipe, print the topology and stop")
     parser.add_argument(

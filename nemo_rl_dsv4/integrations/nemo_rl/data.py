@@ -10,7 +10,7 @@ import torch
 from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.config.prompts import dataset_section, make_datasets
 from nemo_rl_dsv4.data import Problem, Prompt, PromptLoader, Tokenizer
-from nemo_rl_dsv4.data.datasets import NEMO_RL_NAMES
+from nemo_rl_dsv4.data.datasets import NEMO_RL_NAMES, build_dataset
 from nemo_rl_dsv4.environments.single_turn import environment_metadata
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.integrations.nemo_rl.tree import symbol
@@ -100,22 +100,21 @@ def load_problems(config: MasterConfig) -> tuple[list[Problem], list[Problem] | 
     """Training and validation problems: this package's data sets, or NeMo-RL's built-in ones by their names.
 
     Raises:
-        UserError: as `make_datasets`; or a recipe that takes one set from here and one from NeMo-RL.
+        UserError: as `make_datasets`.
     """
-    sections = [section for section in (config.data.train, config.data.validation) if section is not None]
-    theirs = [section.dataset_name in NEMO_RL_NAMES for section in sections]
-    if not any(theirs):
+    sections = {"train": config.data.train, "validation": config.data.validation}
+    if not any(section is not None and section.dataset_name in NEMO_RL_NAMES for section in sections.values()):
         return make_datasets(config)
-    loaded = []
-    for section, downloaded in zip(sections, theirs, strict=True):
-        if not downloaded:
-            raise UserError(
-                f"dataset_name {section.dataset_name!r} is this package's and the other one NeMo-RL's; take both from "
-                "one of them"
-            )
-        rows = symbol("nemo_rl.data.datasets:load_response_dataset")(dataset_section(section)).dataset
-        loaded.append([problem_of_messages(row, str(section.dataset_name)) for row in rows][: section.size])
-    return loaded[0], loaded[1] if len(loaded) > 1 else None
+    loaded: list[list[Problem] | None] = []
+    for split, section in sections.items():
+        if section is None:
+            loaded.append(None)
+        elif section.dataset_name in NEMO_RL_NAMES:
+            rows = symbol("nemo_rl.data.datasets:load_response_dataset")(dataset_section(section)).dataset
+            loaded.append([problem_of_messages(row, section.dataset_name) for row in rows][: section.size])
+        else:
+            loaded.append(build_dataset(dataset_section(section), split, config.grpo.seed))
+    return loaded[0] or [], loaded[1]
 
 
 def problem_of_messages(row: Mapping[str, Any], dataset: str) -> Problem:

@@ -1,9 +1,11 @@
 """What is changed in NeMo-RL's process where it offers no hook, and what is registered where it does.
 
-| patch | where | why upstream would take it |
+| patch | what | where |
 |---|---|---|
-| transformers-guard | import of `nemo_rl.models.policy` | it refuses transformers 5.12 and newer to protect a workaround for \
-DeepSeek-V3 tokenizers that those versions no longer need; AutoModel 0.7.0 pins 5.18.0. A warning would do |
+| transformers-guard | NeMo-RL refuses transformers 5.12 and newer; AutoModel pins 5.18.0 | `nemo_rl.models.policy` |
+
+Why upstream would take it: the guard protects a workaround for DeepSeek-V3 tokenizers and says itself that it goes once
+newer versions are allowed. No tokenizer of DeepSeek-V3 is loaded here; a warning in its place would serve everyone.
 
 Every patch says whether this tree needs it, is undone when its block ends, and is refused if what it replaces is not
 there. Registrations (an environment, the Python that runs it) use NeMo-RL's own registries and are undone as well.
@@ -12,7 +14,6 @@ there. Registrations (an environment, the Python that runs it) use NeMo-RL's own
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -158,7 +158,10 @@ class GroupPolicy:
     def stream_weights_via_ipc_zmq(
         self, buffer_size_bytes: int, kv_scales: Mapping[str, float] | None = None
     ) -> list[Any]:
-        """For a NeMo-RL without `weight_synchronizer`: send now, leave nothing to wait for. Buckets have their own size."""
+        """For a NeMo-RL without `weight_synchronizer`: send now, and leave nothing to wait for.
+
+        `buffer_size_bytes` is not used: the engines' buckets have a size of their own.
+        """
         self.send_weights(kv_scales)
         return []
 

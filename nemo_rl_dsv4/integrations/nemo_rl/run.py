@@ -1,4 +1,7 @@
-"""One run under NeMo-RL's `grpo_train`. Reads top to bottom: the tree, the data, processes, NeMo-RL's parts, the loop."""
+"""One run under NeMo-RL's `grpo_train`.
+
+Reads top to bottom: the tree, the data, the processes, NeMo-RL's parts, the loop.
+"""
 
 from __future__ import annotations
 
@@ -277,14 +280,16 @@ def nemo_logger(master: Any, run_logger: RunLogger) -> Iterator[Any]:
 def environment(config: MasterConfig) -> Iterator[Any]:
     """The environment's actor, made by NeMo-RL from its registry."""
     import ray
+    from ray.exceptions import RayError
 
-    actor = symbol("nemo_rl.environments.utils:create_env")(ENVIRONMENT_NAME, {"num_workers": config.env.math.num_workers})
+    settings = config.env.math.model_dump(include={"num_workers", "math_verify_impl"})
+    actor = symbol("nemo_rl.environments.utils:create_env")(ENVIRONMENT_NAME, settings)
     try:
         yield actor
     finally:
         try:
             ray.get(actor.shutdown.remote(), timeout=10)
-        except ray.exceptions.RayError as error:  # an actor that died has no processes left
+        except RayError as error:  # an actor that died has no processes left
             logging.getLogger(__name__).warning("the environment did not shut down by itself: %s", error)
 
 

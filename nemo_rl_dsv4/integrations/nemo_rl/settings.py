@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.routes import RouterMode
 from nemo_rl_dsv4.runtime import router_mode
+
+_DATASET_KEYS = ("data_path", "input_key", "output_key", "split", "processor", "download_dir", "split_validation_size")
+ABSENT_WHERE_NULL = (
+    "policy.generation_batch_size",
+    "policy.dtensor_cfg.automodel_kwargs.backend.enable_deepep",
+    *(f"data.{split}.{key}" for split in ("train", "validation") for key in _DATASET_KEYS),
+    "logger.wandb.entity",
+    "cluster.master_port_range_low",
+    "cluster.master_port_range_high",
+)
+"""Keys that NeMo-RL lets a recipe leave out but not set to null."""
+
+
+def without_nulls(values: dict[str, Any], paths: Iterable[str] = ABSENT_WHERE_NULL) -> dict[str, Any]:
+    """The recipe with those of the keys at `paths` left out that are null. Changes `values` and returns it."""
+    for path in paths:
+        *parents, key = path.split(".")
+        section: Any = values
+        for name in parents:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and key in section and section[key] is None:
+            del section[key]
+    return values
 
 
 def upstream_settings(config: MasterConfig, *, log_dir: str, checkpoint_dir: str, val_samples: int) -> dict[str, Any]:
@@ -26,7 +50,7 @@ def upstream_settings(config: MasterConfig, *, log_dir: str, checkpoint_dir: str
         checkpoint_dir: the run's checkpoints.
         val_samples: number of validation problems.
     """
-    values = config.model_dump(mode="json", by_alias=True)
+    values = without_nulls(config.model_dump(mode="json", by_alias=True))
     if config.cluster.gpus_per_node == 0:
         values["cluster"]["gpus_per_node"] = config.world_size
     grpo = values["grpo"]

@@ -1,6 +1,7 @@
 """Rules between keys: each refusal names the keys and the fix, and the neighbouring allowed value passes."""
 
 import json
+import re
 
 import pytest
 
@@ -450,14 +451,28 @@ def test_a_dry_run_names_a_python_of_vllm_that_is_missing(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("cluster.num_nodes=2", "num_nodes is 2; the embedded runtime's vLLM engines run on one host"),
+        ("cluster.num_nodes=2", "num_nodes is 2; the policy and its vLLM engines run on one host"),
         ("policy.generation.vllm_cfg.async_engine=true", "async_engine is true"),
     ],
 )
-def test_a_dry_run_says_that_engines_run_on_one_host(recipe, override, message):
-    assert not_implemented(recipe(GPU), "embedded") == []
-    (line,) = not_implemented(recipe([*GPU, override]), "embedded")
+@pytest.mark.parametrize("runtime", ["embedded", "nemo_rl"])
+def test_a_dry_run_says_that_engines_run_on_one_host(recipe, override, message, runtime):
+    assert not_implemented(recipe(GPU), runtime) == []
+    (line,) = not_implemented(recipe([*GPU, override]), runtime)
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["grpo.max_val_samples=100", "grpo.val_batch_size=64"], "max_val_samples 100 is no multiple of .* 64"),
+        (["checkpointing.save_optimizer=false"], "save_optimizer is false"),
+    ],
+)
+def test_a_dry_run_says_what_grpo_train_does_not_do(recipe, overrides, message):
+    assert not_implemented(recipe([]), "nemo_rl") == []
+    (line,) = not_implemented(recipe(overrides), "nemo_rl")
+    assert re.search(message, line)
 
 
 OWN_GPUS = (
