@@ -39,6 +39,8 @@ def _beyond_one_host(config: MasterConfig) -> list[str]:
 def _beyond_grpo_train(config: MasterConfig) -> list[str]:
     """What the synchronous `grpo_train` of NeMo-RL, or our parts under it, do not do."""
     refused, grpo = [], config.grpo
+    if grpo.async_grpo.enabled:
+        refused.append("grpo.async_grpo.enabled is true; only NeMo-RL's synchronous grpo_train is run: set false")
     samples, size = grpo.max_val_samples, grpo.val_batch_size
     if samples is not None and size is not None and samples > size and samples % size:
         refused.append(

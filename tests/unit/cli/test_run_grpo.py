@@ -175,6 +175,7 @@ def test_the_word_after_resume_may_be_an_override():
         "resume": "",
         "overrides": ["a=1", "b=2"],
         "dry_run": False,
+        "trainer": None,
         "debug": None,
     }
     assert parse(["a=1", "--resume", "logs/exp_001", "b=2", "--config", "r"]).overrides == ["a=1", "b=2"]

@@ -465,6 +465,7 @@ def test_a_dry_run_says_that_engines_run_on_one_host(recipe, override, message, 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["grpo.async_grpo.enabled=true"], "async_grpo.enabled is true; only NeMo-RL's synchronous"),
         (["grpo.max_val_samples=100", "grpo.val_batch_size=64"], "max_val_samples 100 is no multiple of .* 64"),
         (["checkpointing.save_optimizer=false"], "save_optimizer is false"),
     ],

@@ -14,7 +14,7 @@ REFUSED = {
         [f"{BACKEND}.dispatcher=torch"],
         r"dispatcher is torch with .*expert_parallel_size = 128: .* above 8 ranks; set .*dispatcher to deepep",
     ),
-    "old switch": ([f"{BACKEND}.enable_deepep=true"], "enable_deepep is true, which AutoModel 0.7.0 ignores"),
+    "old switch": ([f"+{BACKEND}.enable_deepep=true"], "enable_deepep is true, which AutoModel 0.7.0 ignores"),
     "fused RoPE": ([f"{BACKEND}.rope_fusion=true"], "rope_fusion is true, which AutoModel 0.7.0 switches off"),
     "old expert name": ([f"{BACKEND}.experts=gmm"], "write torch_mm"),
     "loop experts with DeepEP": ([f"{BACKEND}.experts=torch"], "quietly takes TransformerEngine's"),
