@@ -23,6 +23,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -285,14 +286,15 @@ def explain(state: State, engine: EngineBuffers, capacity: int, copy: float) -> 
             times.append(start.elapsed_time(end))
         return size / sorted(times)[2] / 1e6
 
-    for label, stack in (("w13", run.gate_up[:count]), ("w2", run.down[:count])):
+    for label, stack in (("w13", run.gate_up.values[:count]), ("w2", run.down.values[:count])):
         rows, columns = stack.shape[1:]
         codes = buffer[: stack.numel()].view(stack.shape)
         scale = torch.empty(count, rows // 128, columns // 128, device="cuda")
         straight = stack.transpose(1, 2).contiguous().view(stack.shape)
-        for shape in CANDIDATES["stacks"]:
+        for shape in CANDIDATES["stacks_turned"]:
             for order, values in (("turned", stack), ("straight", straight)):
-                found = rate(lambda: quantize_stack(values, run.spec, codes, scale, damaged, shape), 2 * stack.numel())  # noqa: B023
+                work = partial(quantize_stack, values, run.down.spec, codes, scale, damaged, shape=shape)
+                found = rate(work, 2 * stack.numel())
                 alone[f"quantize {label} {order}, {shape.warps} warps{', reload' * shape.reload}"] = found
     alone["copy of a bucket"] = rate(
         lambda: engine._bytes[0][:capacity].copy_(buffer[: engine._bytes[0].numel()]),

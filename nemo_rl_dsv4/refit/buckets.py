@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.official_names import fused_group
-from nemo_rl_dsv4.refit.expert_run import ExpertRun
+from nemo_rl_dsv4.refit.expert_run import ExpertRun, raise_first_damaged
 from nemo_rl_dsv4.refit.export import ExportedWeights, items_of_run
 from nemo_rl_dsv4.refit.manifest import Manifest, describe
 from nemo_rl_dsv4.refit.placement import Placement, copy_items, padded, views
@@ -137,8 +137,7 @@ class _Filling:
 
     def finish(self) -> Iterator[Bucket]:
         if self._damaged is not None and bool(self._damaged):
-            for run, first, count in self._runs:
-                run.require_finite(first, count)
+            raise_first_damaged(self._runs)
         if self._placed:
             yield self._close(last=True)
 

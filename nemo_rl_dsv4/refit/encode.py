@@ -134,12 +134,12 @@ class Encoder:
                     encoded[i] = Encoded(q.data, q.scale)
         return encoded
 
-    def makes_stacks(self, names: Iterable[str]) -> bool:
-        """Whether weights are quantized here, under the profile's own scales alone, and sent with float32 scales."""
-        own = not self.stored and not self.source_scales
-        return self.scale_dtype == torch.float32 and (
-            own or not any(name in self.stored or name in self.source_scales for name in names)
-        )
+    def has_whole(self, name: str, keys: Iterable[str], spec: QuantSpec) -> bool:
+        """Whether the stacks at some state-dict keys, `name` in one of them, have codes as a whole, or none at all."""
+        found = [self.stored.get(key) for key in keys]
+        if name not in self.stored:
+            return not any(found)
+        return all(codes is not None and codes.spec == spec for codes in found)
 
     def checks_stack(self, name: str) -> bool:
         """Whether `encode_stack` has looked at this weight's scale: FP8 codes that were made there."""

@@ -9,14 +9,19 @@ launches. E experts, H hidden, I expert width.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
+from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.checkpoint_format import Layout, Slot
+from nemo_rl_dsv4.model.quantized_weights import StoredCodes
 from nemo_rl_dsv4.model.stored_weight import require_finite, scale_name
-from nemo_rl_dsv4.numerics import QuantSpec, quantize
-from nemo_rl_dsv4.numerics.formats import format_of
+from nemo_rl_dsv4.numerics import QuantSpec
+from nemo_rl_dsv4.refit.expert_stack import ExpertStack, stack_of
 from nemo_rl_dsv4.refit.placement import Placement, padded
 
 _PARTS = ("w1", "w3", "w2")
@@ -28,41 +33,66 @@ class ExpertRun:
 
     Attributes:
         stem: official name of the experts, such as `layers.3.ffn.experts`.
-        gate_up: [E, 2I, H], any strides.
-        down: [E, H, I], any strides.
-        spec: FP8 in square blocks that divide H and I.
+        gate_up: [E, 2I, H].
+        down: [E, H, I].
     """
 
     stem: str
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    spec: QuantSpec
+    gate_up: ExpertStack
+    down: ExpertStack
 
     @classmethod
-    def of(cls, stem: str, stacks: dict[str, torch.Tensor], layout: Layout, spec: QuantSpec) -> ExpertRun | None:
-        """The run of two unsharded stacks by state-dict key, or None where its blocks are not those of whole stacks."""
-        by_part = {layout.slot(f"{stem}.0.{part}.weight").key: part for part in _PARTS}
-        if set(stacks) != set(by_part) or spec.fmt == "e2m1" or spec.block[0] != spec.block[1]:
+    def of(
+        cls,
+        stem: str,
+        stacks: Mapping[str, torch.Tensor],
+        layout: Layout,
+        spec: QuantSpec,
+        stored: Mapping[str, StoredCodes] | None = None,
+        source_scales: Mapping[str, torch.Tensor] | None = None,
+    ) -> ExpertRun | None:
+        """The run of two unsharded stacks by state-dict key, or None where its experts must be encoded one by one.
+
+        Args:
+            stem: see above.
+            stacks: the layer's stacks.
+            layout: whose names and stacks they are.
+            spec: how the profile quantizes expert weights.
+            stored: codes of training; whole stacks by state-dict key.
+            source_scales: by official weight name.
+        """
+        keys = {part: layout.slot(f"{stem}.0.{part}.weight").key for part in _PARTS}
+        if set(stacks) != set(keys.values()):
             return None
-        whole = {
-            by_part[key]: layout.view_experts(stack.detach(), Slot(key, 0), len(stack)) for key, stack in stacks.items()
-        }
-        run = cls(stem, whole["w3"], whole["w2"], spec)
-        hidden, width, block = run.down.shape[1], run.down.shape[2], spec.block[0]
-        fits = hidden % block == 0 and width % block == 0 and run.gate_up.shape[1:] == (2 * width, hidden)
-        return run if fits and run.gate_up.device == run.down.device and len(run) else None
+        made = []
+        for parts in (("w1", "w3"), ("w2",)):
+            key, count = keys[parts[0]], len(stacks[keys[parts[0]]])
+            codes = None if stored is None else stored.get(key)
+            if codes is not None:
+                data, scale = (layout.view_experts(tensor, Slot(key, 0), count) for tensor in (codes.data, codes.scale))
+                codes = StoredCodes(data, scale, codes.spec)
+            names = [f"{stem}.{expert}.{part}.weight" for expert in range(count) for part in parts]
+            values = layout.view_experts(stacks[key].detach(), Slot(key, 0), count)
+            made.append(stack_of(names, values, spec, codes, source_scales or {}))
+        gate_up, down = made
+        if gate_up is None or down is None:
+            return None
+        run = cls(stem, gate_up, down)
+        hidden, width = down.values.shape[1:]
+        fits = gate_up.values.shape[1:] == (2 * width, hidden) and len(gate_up.values) == len(down.values)
+        return run if fits and gate_up.values.device == run.device and len(run) else None
 
     def __len__(self) -> int:
-        return len(self.down)
+        return len(self.down.values)
 
     @property
     def device(self) -> torch.device:
-        return self.down.device
+        return self.down.values.device
 
     def sections(self, count: int) -> tuple[int, int, int, int]:
         """Bytes of the four sections of `count` experts, the last two padded."""
-        weights = self.down.shape[1] * self.down.shape[2]
-        scales = weights // self.spec.block[0] ** 2 * 4
+        weights = self.down.values[0].numel()
+        scales = self.down.grid[0] * self.down.grid[1] * 4
         return 2 * count * weights, count * weights, padded(2 * count * scales), padded(count * scales)
 
     def fitting(self, room: int) -> int:
@@ -82,22 +112,17 @@ class ExpertRun:
             offset: first byte, a multiple of 16.
             damaged: int32 [1] on that device, set to 1 if an element is NaN or infinite.
         """
-        hidden, width = self.down.shape[1:]
-        block, sizes = self.spec.block[0], self.sections(count)
+        hidden, width = self.down.values.shape[1:]
+        tall_grid, sizes = self.down.grid, self.sections(count)
         w13, w2, s13, s2 = starts = [offset + sum(sizes[:i]) for i in range(4)]
-        shapes = ((2 * width, hidden), (hidden, width))
-        for stack, at, scale_at, (rows, columns) in zip(
-            (self.gate_up, self.down), starts[:2], starts[2:], shapes, strict=True
-        ):
-            grid = (count, rows // block, columns // block)
-            codes = buffer[at : at + count * rows * columns].view(count, rows, columns)
-            scale = buffer[scale_at : scale_at + 4 * grid[0] * grid[1] * grid[2]].view(torch.float32).view(grid)
-            _quantize(stack[first : first + count], self.spec, codes, scale, damaged)
-        dtype, weights = format_of(self.spec.fmt).dtype, hidden * width
-        assert dtype is not None
-        scales = weights // block**2 * 4
-        wide, tall = (width, hidden), (hidden, width)
-        wide_grid, tall_grid = (width // block, hidden // block), (hidden // block, width // block)
+        for stack, at, scale_at in zip((self.gate_up, self.down), starts[:2], starts[2:], strict=True):
+            shape, grid = (count, *stack.values.shape[1:]), (count, *stack.grid)
+            codes = buffer[at : at + math.prod(shape)].view(shape)
+            scale = buffer[scale_at : scale_at + 4 * math.prod(grid)].view(torch.float32).view(grid)
+            stack.write(first, count, codes, scale, damaged)
+        weights, scales = hidden * width, tall_grid[0] * tall_grid[1] * 4
+        dtype, wide, tall = torch.float8_e4m3fn, (width, hidden), (hidden, width)
+        wide_grid = (tall_grid[1], tall_grid[0])
         placed = []
         for i, names in enumerate(_names(self.stem, len(self))[first : first + count]):
             one, three = w13 + 2 * i * weights, w13 + (2 * i + 1) * weights
@@ -114,30 +139,23 @@ class ExpertRun:
 
     def require_finite(self, first: int, count: int) -> None:
         """Raise `UserError` with tensor and index of the first NaN or infinite element of some experts."""
-        half = self.gate_up.shape[1] // 2
+        half = self.gate_up.values.shape[1] // 2
         for expert in range(first, first + count):
             names = _names(self.stem, len(self))[expert]
-            require_finite(names[0], self.gate_up[expert, :half])
-            require_finite(names[2], self.gate_up[expert, half:])
-            require_finite(names[4], self.down[expert])
+            require_finite(names[0], self.gate_up.values[expert, :half])
+            require_finite(names[2], self.gate_up.values[expert, half:])
+            require_finite(names[4], self.down.values[expert])
 
 
-def _quantize(
-    values: torch.Tensor, spec: QuantSpec, codes: torch.Tensor, scale: torch.Tensor, damaged: torch.Tensor
-) -> None:
-    if values.is_cuda:
-        from nemo_rl_dsv4.numerics.fused import stacks
-
-        if stacks.covers(values, spec):
-            return stacks.quantize_stack(values, spec, codes, scale, damaged)
-    # Square blocks are the same blocks either way round: read a transposed stack in its own order.
-    turned = values.stride(-1) != 1 and values.stride(-2) == 1
-    quantized = quantize(values.transpose(-1, -2) if turned else values, spec)
-    data, grid = quantized.data.view(torch.uint8), quantized.scale
-    codes.copy_(data.transpose(-1, -2) if turned else data)
-    scale.copy_(grid.transpose(-1, -2) if turned else grid)
-    damaged.logical_or_(~scale.isfinite().all())
-    return None
+def raise_first_damaged(runs: Sequence[tuple[ExpertRun, int, int]]) -> NoReturn:
+    """Raise `UserError` for (run, first expert, number of experts), one of which noted a NaN or infinite element."""
+    for run, first, count in runs:
+        run.require_finite(first, count)
+    stems = ", ".join(dict.fromkeys(run.stem for run, _, _ in runs))
+    raise UserError(
+        f"{stems}: training stores a scale that is NaN or infinite for a finite weight; its codes are not those of the "
+        "weights any more"
+    )
 
 
 @functools.lru_cache(maxsize=256)

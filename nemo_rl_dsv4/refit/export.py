@@ -18,7 +18,7 @@ from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL, Layout, Slot
 from nemo_rl_dsv4.model.quantized_weights import StoredCodes
 from nemo_rl_dsv4.numerics import RolloutProfile, get_profile
 from nemo_rl_dsv4.refit.encode import Encoded, Encoder
-from nemo_rl_dsv4.refit.expert_run import ExpertRun
+from nemo_rl_dsv4.refit.expert_run import ExpertRun, raise_first_damaged
 from nemo_rl_dsv4.refit.placement import views
 from nemo_rl_dsv4.refit.sharded import gather_expert, gather_matrix
 
@@ -136,14 +136,15 @@ class ExportedWeights:
             yield from (items_of_run(piece) if isinstance(piece, ExpertRun) else piece)
 
     def _run(self, members: Members) -> ExpertRun | None:
-        name, slot = members[0]
-        if slot.expert is None or not self._encoder.makes_stacks(name for name, _ in members):
+        (name, slot), encoder = members[0], self._encoder
+        spec = None if slot.expert is None else encoder.spec(name)
+        if spec is None or encoder.scale_dtype != torch.float32:
             return None
-        spec = self._encoder.spec(name)
         stacks = {key: self._state[key] for key in dict.fromkeys(slot.key for _, slot in members)}
-        if spec is None or any(isinstance(stack, DTensor) for stack in stacks.values()):
+        if any(isinstance(stack, DTensor) for stack in stacks.values()) or not encoder.has_whole(name, stacks, spec):
             return None
-        return ExpertRun.of(name.rsplit(".", 3)[0], stacks, self._layout, spec)
+        stem = name.rsplit(".", 3)[0]
+        return ExpertRun.of(stem, stacks, self._layout, spec, encoder.stored, encoder.source_scales)
 
     def _items_of(self, group: Members) -> Iterator[tuple[str, torch.Tensor]]:
         layout, encoder = self._layout, self._encoder
@@ -190,7 +191,7 @@ def items_of_run(run: ExpertRun) -> Iterator[tuple[str, torch.Tensor]]:
         buffer = torch.empty(sum(run.sections(count)), dtype=torch.uint8, device=run.device)
         placed = run.encode(first, count, buffer, 0, damaged)
         if bool(damaged):
-            run.require_finite(first, count)
+            raise_first_damaged([(run, first, count)])
         yield from zip((placement.name for placement in placed), views(buffer, placed), strict=True)
 
 

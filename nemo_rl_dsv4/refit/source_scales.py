@@ -9,7 +9,7 @@ that training changed is no longer exact under it and gets the profile's own sca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,8 @@ class SourceScales(Mapping[str, torch.Tensor]):
 
     def __init__(self, scales: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
         self._scales = {}
+        self.stacks: dict[Hashable, torch.Tensor] = {}
+        """Of experts together, on the device that quantizes them; whoever puts one together leaves it here."""
         for name, scale in scales:
             decode_scale(scale, name=scale_name(name), power_of_two=False)
             self._scales[name] = scale.detach().cpu()

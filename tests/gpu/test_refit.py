@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl_dsv4.refit import export_weights
+from nemo_rl_dsv4.refit import SourceScales, export_weights
 from nemo_rl_dsv4.refit.buckets import write_buckets
 from nemo_rl_dsv4.refit.manifest import read_bucket, write_bucket
 from nemo_rl_dsv4.refit.transport.shared import SharedSender
@@ -44,19 +44,33 @@ def test_export_and_checksums_are_those_of_the_cpu(training_once: State, profile
     assert manifests[0] == manifests[1]
 
 
+@pytest.mark.parametrize("coarser", [None, 4.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_buckets_filled_on_the_gpu_are_those_of_the_cpu(training_once: State, dtype: torch.dtype) -> None:
-    """Stacks with whole blocks, quantized straight into the buckets; the manifests hold checksums of all bytes."""
+def test_buckets_filled_on_the_gpu_are_those_of_the_cpu(
+    training_once: State, dtype: torch.dtype, coarser: float | None
+) -> None:
+    """Stacks with whole blocks, quantized straight into the buckets; the manifests hold checksums of all bytes.
+
+    With source scales that are coarser than those of the weights' own rule, as a checkpoint's may be.
+    """
     generator = torch.Generator().manual_seed(0)
     experts = {
         "model.layers.9.mlp.experts.gate_and_up_projs": torch.randn(7, 512, 768, generator=generator).to(dtype),
         "model.layers.9.mlp.experts.down_projs": torch.randn(7, 384, 512, generator=generator).to(dtype),
     }
+    scales = SourceScales()
+    if coarser is not None:
+        experts = {key: value.sign() * 0.5 for key, value in experts.items()}
+        experts["model.layers.9.mlp.experts.down_projs"][3, 5, 200] = 0.71875
+        stream = export_weights(experts, "vllm-hopper")
+        scales = SourceScales((f"{n[:-5]}weight", t * coarser) for n, t in stream if n.endswith("scale"))
     state = {**training_once, **experts}
     manifests = []
     for where, device in ((state, "cpu"), (on_gpu(state), "cuda")):
         memory = torch.zeros(4 * 3 * 512 * 384, dtype=torch.uint8, device=device)
-        filled = write_buckets(export_weights(where, "vllm-hopper"), lambda _, memory=memory: memory, version=1)
+        filled = write_buckets(
+            export_weights(where, "vllm-hopper", source_scales=scales), lambda _, memory=memory: memory, version=1
+        )
         manifests.append([manifest for manifest, _ in filled])
     assert len(manifests[0]) > 2
     assert manifests[0] == manifests[1]

@@ -23,10 +23,10 @@ def _transpose_kernel(x_ptr, y_ptr, rows, columns, TILE: tl.constexpr):
     tl.store(y_ptr + first + column.to(tl.int64)[:, None] * rows + row[None, :], tl.trans(tile), mask=turned)
 
 
-def transpose_bytes(x: Tensor) -> Tensor:
-    """uint8 [matrices, rows, columns], contiguous, as uint8 [matrices, columns, rows], contiguous."""
+def transpose_bytes(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """uint8 [matrices, rows, columns] as uint8 [matrices, columns, rows], both contiguous; into ``out`` if given."""
     matrices, rows, columns = x.shape
-    y = torch.empty((matrices, columns, rows), dtype=torch.uint8, device=x.device)
+    y = torch.empty((matrices, columns, rows), dtype=torch.uint8, device=x.device) if out is None else out
     grid = (triton.cdiv(columns, _TILE), triton.cdiv(rows, _TILE), matrices)
     _transpose_kernel[grid](x, y, rows, columns, TILE=_TILE, num_warps=8)
     return y

@@ -66,10 +66,12 @@ def test_every_kernel_compiles_for_hopper(native: bool, launches, monkeypatch: p
         rotary.inverse_rope_backward(o, angle, angle)
         groups.fake_quant_groups(x, fnuz)
         weights.dequantize_tiles(data, scale, QuantSpec("e4m3fnuz"), torch.bfloat16)
-        stacks.quantize_stack(square, QuantSpec(), codes.view(1, 128, 256), torch.empty(1, 1, 2), damaged)
-        rounds_to_fp8 += 1
+        scale, source = torch.empty(1, 1, 2), torch.ones(1, 1, 2)
+        stacks.quantize_stack(square, QuantSpec(), codes.view(1, 128, 256), scale, damaged)
+        stacks.quantize_stack(square, QuantSpec(), codes.view(1, 128, 256), scale, damaged, source=source)
+        rounds_to_fp8 += 2
         word_sums.word_sums(torch.zeros(64, dtype=torch.int32), [0, 16], [16, 40])
-    assert len(launches) == (15 if native else 5)
+    assert len(launches) == (16 if native else 5)
     converted = 0
     for kernel, arguments in launches:
         constants = {p.name for p in kernel.params if p.is_constexpr}

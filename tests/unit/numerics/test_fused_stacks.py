@@ -5,6 +5,7 @@ import torch
 
 from nemo_rl_dsv4.numerics import QuantSpec
 from nemo_rl_dsv4.numerics.blockwise import reference_quantize
+from nemo_rl_dsv4.refit.source_scales import keep_source_scale
 
 from . import interpreted
 
@@ -50,9 +51,33 @@ def test_stacks_become_the_references_bytes(spec: QuantSpec, dtype: torch.dtype,
         reloaded[:, :256],
         scale,
         damaged,
-        FUSED["shapes"].Shape(16384, 4, not FUSED["shapes"].SHAPES["stacks"].reload),
+        shape=FUSED["shapes"].Shape(16384, 4, not FUSED["shapes"].SHAPES["stacks"].reload),
     )
     assert torch.equal(reloaded[:, :256], codes[:, :256])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_keep_the_source_scale_that_represents_them(dtype: torch.dtype, turned: bool) -> None:
+    """Exact under twice and four times their scale, too small a scale, none, a trained block, and a block of zeros."""
+    stacks, spec = FUSED["stacks"], QuantSpec()
+    codes = torch.randint(-8, 9, (1, 256, 384), generator=torch.Generator().manual_seed(0)).float()
+    codes[0, ::128, ::128] = 8.0
+    x = codes * 2.0**-12
+    x[0, 200, 10] *= 1.0625  # trained: a fourth bit of mantissa
+    x[0, 128:, 128:256] = -0.0
+    own = reference_quantize(x, spec).scale
+    factor = torch.tensor([[[2.0, 4.0, 0.5], [4.0, 8.0, 0.0]]])
+    source = own * factor
+    x = x.to(dtype)
+    x = x.transpose(1, 2).contiguous().transpose(1, 2) if turned else x
+    want = keep_source_scale(reference_quantize(x[0], spec), x[0], torch.where(source > 0, source, 1.5)[0])
+    out, scale = torch.empty(1, 256, 384, dtype=torch.uint8), torch.empty_like(own)
+    stacks.quantize_stack(x, spec, out, scale, torch.zeros(1, dtype=torch.int32), source=source)
+    assert torch.equal(scale[0], want.scale)
+    assert torch.equal(out[0], want.data.view(torch.uint8))
+    taken = (scale == source)[0].tolist()
+    assert taken == [[True, True, False], [False, True, False]]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL
 from nemo_rl_dsv4.model.official_names import fused_group
-from nemo_rl_dsv4.refit import StreamTally, export_weights, pack_buckets
+from nemo_rl_dsv4.model.quantized_weights import stored_codes
+from nemo_rl_dsv4.model.weight_rounding import WeightRounding
+from nemo_rl_dsv4.numerics import QuantSpec, get_profile
+from nemo_rl_dsv4.refit import SourceScales, StreamTally, export_weights, pack_buckets
 from nemo_rl_dsv4.refit.buckets import Bucket, fill_buckets, write_buckets
+from nemo_rl_dsv4.refit.encode import Encoder
 from nemo_rl_dsv4.refit.manifest import Manifest, read_bucket
 from nemo_rl_dsv4.refit.report import BucketTally
 
@@ -70,12 +76,15 @@ def test_experts_of_a_bucket_are_quantized_where_they_are_sent(
     wide_state: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two calls for three experts, each into the bucket itself, and nothing is copied there afterwards."""
-    from nemo_rl_dsv4.refit import expert_run
+    from nemo_rl_dsv4.refit.expert_stack import ExpertStack
 
-    calls, quantize = [], expert_run._quantize
-    monkeypatch.setattr(
-        expert_run, "_quantize", lambda values, *rest: (calls.append((len(values), rest[1])), quantize(values, *rest))
-    )
+    calls, write = [], ExpertStack.write
+
+    def noted(self: ExpertStack, first: int, count: int, codes: torch.Tensor, *rest: torch.Tensor) -> None:
+        calls.append((count, codes))
+        write(self, first, count, codes, *rest)
+
+    monkeypatch.setattr(ExpertStack, "write", noted)
     experts = {key: value for key, value in wide_state.items() if ".layers.9." in key}
     memory = torch.empty(3 * EXPERT + 1000, dtype=torch.uint8)
     count = len(list(fill_buckets(export_weights(experts, "vllm-hopper"), lambda _: memory)))
@@ -119,3 +128,58 @@ def test_a_damaged_weight_is_named_before_the_last_bucket(wide_state: State) -> 
 def test_an_export_of_nothing_fills_no_bucket() -> None:
     assert list(fill_buckets([], lambda _: torch.empty(64, dtype=torch.uint8))) == []
     assert list(pack_buckets([], 64)) == []
+
+
+def one_by_one(state: State, **options: Any) -> list[tuple[str, torch.Tensor]]:
+    """The stream of the same weights with every expert encoded alone."""
+    encoder = Encoder(get_profile("vllm-hopper"), **options)
+    items = []
+    for name, slot in AUTOMODEL.split(state):
+        value = AUTOMODEL.view(state[slot.key], slot)
+        items += encoder.items(name, encoder.encode(name, value), value)
+    return items
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("with_codes", [False, True])
+def test_source_scales_and_codes_of_training_are_kept_in_place(
+    wide_state: State, with_codes: bool, trained: bool
+) -> None:
+    """The bytes of experts encoded one by one, whether or not training has codes of its own and changed a weight."""
+    experts = {key: value for key, value in wide_state.items() if ".layers.9." in key}
+    source = {}
+    for name, tensor in export_weights(experts, "vllm-hopper"):  # values on the checkpoint's grid, coarser scales
+        if name.endswith(".scale"):
+            source[name.removesuffix("scale") + "weight"] = tensor * 4
+    experts = {key: value.sign() * 0.5 for key, value in experts.items()}
+    if trained:
+        experts["model.layers.9.mlp.experts.down_projs"][3, 5, 200] = 0.71875
+    del source["layers.9.ffn.experts.4.w3.weight"]
+    source["layers.9.ffn.experts.5.w1.weight"] = torch.ones(3, 3)  # of other blocks
+    options: dict[str, Any] = {"source_scales": SourceScales(source.items())}
+    if with_codes:
+        options["stored"] = {}
+        for key, value in experts.items():
+            rounding = WeightRounding(QuantSpec(), halves=2 if "gate" in key else 1)
+            module = torch.nn.Module()
+            module._weight_rounding = {key.rpartition(".")[2]: rounding}  # type: ignore[assignment]
+            rounding.quantized(value)
+            options["stored"] |= stored_codes(Named(key.rpartition(".")[0], module))  # type: ignore[arg-type]
+    want = one_by_one(experts, **options)
+    memory = torch.empty(3 * EXPERT + 1000, dtype=torch.uint8)
+    for _ in range(2):
+        found = []
+        for bucket in fill_buckets(export_weights(experts, "vllm-hopper", **options), lambda _: memory):
+            found += [(name, tensor.clone()) for name, tensor in bucket.items()]
+        for (name, a), (other, b) in zip(found, want, strict=True):
+            assert name == other
+            assert torch.equal(raw(a), raw(b)), name
+    kept = dict(want)["layers.9.ffn.experts.2.w2.scale"]
+    assert torch.equal(kept, source["layers.9.ffn.experts.2.w2.weight"])
+
+
+class Named:
+    """As much of a model as `stored_codes` walks."""
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        self.named_modules = lambda: [(name, module)]
