@@ -82,10 +82,10 @@ class Alignment(Section):
 class Refit(Section):
     """How new weights reach the rollout engines, and what is looked at in an engine afterwards."""
 
-    transport: Literal["auto", "cuda_ipc", "shared_memory", "folder"] = "auto"
-    """To vLLM engines: GPU memory that a policy rank shares with the engine worker on its GPU, memory of the host, or
-    files (which stay until the next refit). `auto` takes `cuda_ipc` where every worker shares a GPU with a rank, else
-    `shared_memory`, and logs why."""
+    transport: Literal["auto", "cuda_ipc", "shared_memory", "broadcast", "folder"] = "auto"
+    """To vLLM engines: GPU memory that a policy rank shares with the engine worker on its GPU, memory of the host,
+    NCCL between GPUs, or files (which stay until the next refit). `auto` takes `cuda_ipc` where every worker shares a
+    GPU with a rank, else `shared_memory`, and logs why."""
     checks: Literal["sampled", "all"] = "sampled"
     """Weights whose values in the engine are compared with what was sent: 48, drawn anew each time, or all."""
     on_finding: Literal["stop", "warn"] = "stop"

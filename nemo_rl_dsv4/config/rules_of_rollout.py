@@ -44,6 +44,11 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
             f"{generation.backend}, whose engines get weights through Ray; set it to auto",
         )
         return
+    require(
+        dsv4.refit.transport != "broadcast" or config.world_size > 1 or not generation.colocated.enabled,
+        "policy.dsv4.refit.transport is broadcast, but the one policy rank shares its GPU with the engine, and NCCL "
+        "has no two ends on one GPU; set it to auto",
+    )
     implied = PROFILE_OF_GPU.get(dsv4.gpu or "")
     require(
         implied is None or dsv4.rollout_profile in ("auto", "bf16", implied, implied + BF16_WEIGHTS),

@@ -45,9 +45,9 @@ class VllmActor:
         """Refit from the buckets of a folder; see `VllmEngine.update_weights_from_folder`."""
         return self.engine.update_weights_from_folder(folder)
 
-    def receive_weights(self, transport: str, addresses: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    def receive_weights(self, transport: str, addresses: Mapping[str, Any], version: int) -> dict[str, Any]:
         """See `VllmEngine.update_weights_from_senders`."""
-        return self.engine.update_weights_from_senders(transport, addresses)
+        return self.engine.update_weights_from_senders(transport, addresses, version)
 
     def gpu_names(self) -> list[str]:
         """See `VllmEngine.gpu_names`."""

@@ -196,13 +196,16 @@ class VllmEngine:
         return self._refit("dsv4_refit_from_folder", folder, timeout=timeout)
 
     def update_weights_from_senders(
-        self, transport: str, addresses: Mapping[str, tuple[str, str]], *, timeout: float = 600.0
+        self, transport: str, addresses: Mapping[str, Any], version: int, *, timeout: float = 600.0
     ) -> dict[str, Any]:
-        """Refit every worker with what `SharedSender`s of this host send.
+        """Refit every worker with what training ranks send.
 
         Args:
-            transport: `cuda_ipc` (each worker takes the sender of its own GPU) or `shared_memory` (one for all).
-            addresses: `gpu_name` of each sender's device -> its socket and key.
+            transport: `cuda_ipc` (each worker takes the sender of its own GPU), `shared_memory` (one for all) or
+                `broadcast`.
+            addresses: `gpu_name` of each sender's device -> its socket and key. By broadcast `gpu_name` of each worker
+                -> host and port of its sender's store, its rank there and the number of ends.
+            version: policy version that is sent.
             timeout: seconds without any progress after which it is given up.
 
         Returns:
@@ -212,6 +215,8 @@ class VllmEngine:
             UserError: a worker here or elsewhere could not stage the weights (all keep the old ones), or a finding and
                 `spec` says stop.
         """
+        if transport == "broadcast":
+            return self._refit("dsv4_refit_by_broadcast", dict(addresses), version, timeout=timeout)
         if transport == "cuda_ipc":
             return self._refit("dsv4_refit_from_senders", dict(addresses), timeout=timeout)
         ((socket, key),) = addresses.values()

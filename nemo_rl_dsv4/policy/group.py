@@ -110,13 +110,13 @@ class PolicyActor:
         """What every process of this host calls this rank's GPU."""
         return self.sender.gpu
 
-    def open_sender(self, transport: str, receivers: int, capacity_bytes: int) -> tuple[str, str, str] | None:
+    def open_sender(self, transport: str, receivers: int, capacity_bytes: int) -> tuple[str, str, str | int] | None:
         """See `WeightSender.open`."""
         return self.sender.open(transport, receivers, capacity_bytes)
 
     def send_weights(self, profile: str, version: int, transport: str) -> dict[str, Any] | None:
-        """See `WeightSender.send`; over CUDA IPC every rank has the whole stream, else rank 0."""
-        every_rank = transport == "cuda_ipc"
+        """See `WeightSender.send`; over CUDA IPC and by broadcast any rank may send, else rank 0 does."""
+        every_rank = transport != "shared_memory"
         return self.sender.send(lambda: self._export_stream(profile, every_rank=every_rank), version, transport)
 
     def _export_stream(self, profile: str, *, every_rank: bool = False) -> Iterator[tuple[str, torch.Tensor]] | None:

@@ -56,11 +56,17 @@ class SentWeights:
                 for rank, receivers in zip(policy.actors, delivery.receivers, strict=True)
             ]
         )
-        addresses = {offer[0]: offer[1:] for offer in offers if offer is not None}
+        if delivery.transport == "broadcast":
+            addresses = {
+                gpu: (*offers[delivery.served[worker]][1:], *delivery.place(worker))
+                for worker, gpu in enumerate(worker_gpus)
+            }
+        else:
+            addresses = {offer[0]: offer[1:] for offer in offers if offer is not None}
         sending = [
             rank.send_weights.remote(policy.spec.profile, self._version, delivery.transport) for rank in policy.actors
         ]
-        receiving = [engine.receive_weights.remote(delivery.transport, addresses) for engine in engines]
+        receiving = [engine.receive_weights.remote(delivery.transport, addresses, self._version) for engine in engines]
         return _both(sending, receiving)
 
 

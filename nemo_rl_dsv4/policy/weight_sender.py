@@ -8,10 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.refit.transport.broadcast import BroadcastSender
+from nemo_rl_dsv4.refit.transport.channel import listen, open_channel
 from nemo_rl_dsv4.refit.transport.protocol import alone
 from nemo_rl_dsv4.refit.transport.shared import SharedSender, gpu_name
 
 Stream = Iterable[tuple[str, torch.Tensor]]
+HOST = "127.0.0.1"
+"""Engines are on this host."""
 
 
 class WeightSender:
@@ -26,26 +31,33 @@ class WeightSender:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sender: SharedSender | None = None
+        self._store: dist.TCPStore | None = None
+        self._bucket_bytes, self._receivers = 0, 0
 
     @property
     def gpu(self) -> str:
         """What every process of this host calls the rank's GPU."""
         return gpu_name(self._device)
 
-    def open(self, transport: str, receivers: int, capacity_bytes: int) -> tuple[str, str, str] | None:
+    def open(self, transport: str, receivers: int, capacity_bytes: int) -> tuple[str, str, str | int] | None:
         """Get ready for one refit.
 
         Args:
-            transport: `cuda_ipc` or `shared_memory`.
+            transport: `cuda_ipc`, `shared_memory` or `broadcast`.
             receivers: workers that will connect to this rank.
             capacity_bytes: size of a bucket; two are in flight.
 
         Returns:
-            The GPU's name, and socket and key that the workers need; None where there is no receiver.
+            The GPU's name, and what the workers need: socket and key, or host and port of a broadcast's store. None
+            where there is no receiver.
         """
         self._close()
+        self._bucket_bytes, self._receivers = capacity_bytes, receivers
         if not receivers:
             return None
+        if transport == "broadcast":
+            self._store = listen(HOST)
+            return self.gpu, HOST, self._store.port
         device = self._device if transport == "cuda_ipc" else None
         self._sender = SharedSender(capacity_bytes=capacity_bytes, receivers=receivers, device=device)
         return self.gpu, self._sender.address.socket, self._sender.address.key
@@ -53,7 +65,7 @@ class WeightSender:
     def send(self, export: Callable[[], Stream | None], version: int, transport: str) -> dict[str, Any] | None:
         """Export and send to the workers that `open` was told of.
 
-        Over CUDA IPC all ranks do so together, and workers commit only if those of every rank can.
+        Over CUDA IPC and by broadcast all ranks do so together, and workers commit only if those of every rank can.
 
         Args:
             export: makes the stream; None for a rank that took part in it already and has nothing to send.
@@ -66,11 +78,13 @@ class WeightSender:
         Raises:
             UserError: see `SharedSender.send`.
         """
-        vote = _all_ranks if transport == "cuda_ipc" else alone
+        vote = alone if transport == "shared_memory" else _all_ranks
         exported = False
         try:
             stream = export()
             exported = True
+            if self._store is not None and stream is not None:
+                return self._broadcast(self._store, stream, version, vote)
             if self._sender is not None and stream is not None:
                 return self._sender.send(stream, version=version, vote=vote).to_dict()
             return self._take_part(stream or (), vote)
@@ -80,6 +94,21 @@ class WeightSender:
             raise
         finally:
             self._close()
+
+    def _broadcast(
+        self, store: dist.TCPStore, stream: Stream, version: int, vote: Callable[[bool], bool]
+    ) -> dict[str, Any]:
+        """Through a group of this refit alone: nothing of it is left to an engine that fails."""
+        try:
+            channel = open_channel(store, rank=0, size=1 + self._receivers, device=self._device)
+        except UserError:
+            self._take_part(stream, lambda good: vote(False))
+            raise
+        try:
+            sender = BroadcastSender(channel, capacity_bytes=self._bucket_bytes)
+            return sender.send(stream, version=version, vote=vote).to_dict()
+        finally:
+            channel.close()
 
     def _take_part(self, stream: Stream, vote: Callable[[bool], bool]) -> None:
         """Gather what other ranks send, and vote with them."""
@@ -92,6 +121,7 @@ class WeightSender:
             vote(good)
 
     def _close(self) -> None:
+        self._store = None  # engines that still wait for it hear that it is gone
         if self._sender is not None:
             self._sender.close()
             self._sender = None

@@ -236,6 +236,31 @@ class RefitWorkerExtension:
             raise UserError("refit: call dsv4_refit_join before a refit by broadcast")
         return self._dsv4_receive(BroadcastReceiver(self._dsv4_channel, version=version), stage_on)
 
+    def dsv4_refit_by_broadcast(
+        self,
+        places: Mapping[str, tuple[str, int, int, int]],
+        version: int,
+        stage_on: str = "cpu",
+        timeout: float = 600.0,
+    ) -> dict[str, object]:
+        """Load one refit through a channel of its own, which is gone afterwards.
+
+        Args:
+            places: `gpu_name` of each worker -> host and port of its sender's store, its rank in that channel (from 1)
+                and the channel's size.
+            version, stage_on, timeout: as above.
+
+        Raises:
+            UserError: see `open_channel` and `receive_staged`; the engine then keeps its old weights.
+        """
+        device = next(self._dsv4_prepared().engine.model.parameters()).device
+        host, port, rank, size = places[gpu_name(device)]
+        channel = open_channel((host, port), rank=rank, size=size, device=device, timeout=timeout)
+        try:
+            return self._dsv4_receive(BroadcastReceiver(channel, version=version), stage_on)
+        finally:
+            channel.close()
+
     def _dsv4_receive(self, receiver: BucketReceiver, stage_on: str) -> dict[str, object]:
         refit, started = self._dsv4_prepared(), time.perf_counter()
         expected = refit.engine.expected  # type: ignore[attr-defined]

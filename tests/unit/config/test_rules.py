@@ -40,6 +40,16 @@ REFUSED = {
         ["policy.dsv4.refit.transport=folder"],
         "refit.transport is folder, but policy.generation.backend is reference.* set it to auto",
     ),
+    "two ends of NCCL on one GPU": (
+        [
+            *GPU[1:],
+            "cluster.gpus_per_node=1",
+            "policy.dtensor_cfg.dp_replicate_size=1",
+            "policy.generation.vllm_cfg.tensor_parallel_size=1",
+            "policy.dsv4.refit.transport=broadcast",
+        ],
+        "refit.transport is broadcast, but the one policy rank shares its GPU with the engine.* set it to auto",
+    ),
     "routes that vLLM does not return": (
         [*GPU, "policy.dsv4.router_overlap_metrics=true"],
         "router_overlap_metrics needs .*vllm_cfg.enable_return_routed_experts is false; set it to true",

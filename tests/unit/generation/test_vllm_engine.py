@@ -205,6 +205,7 @@ def test_refits_are_prepared_once_and_a_finding_stops_or_is_reported(vllm) -> No
             ({"g": ("s", "k"), "h": ("t", "l")},),
         ),
         ("shared_memory", {"g": ("s", "k")}, "dsv4_refit_from_sender", ("s", "k")),
+        ("broadcast", {"g": ("h", 5, 1, 2)}, "dsv4_refit_by_broadcast", ({"g": ("h", 5, 1, 2)}, 3)),
     ],
 )
 @pytest.mark.parametrize("on_finding", ["stop", "warn"])
@@ -223,12 +224,12 @@ def test_weights_come_from_senders(
     rollout = engine(refit_checks="all", refit_on_finding=on_finding)
     monkeypatch.setattr(FakeLLM, "collective_rpc", rpc)
     monkeypatch.setattr(FakeLLM, "reset_prefix_cache", lambda self: None, raising=False)
-    assert rollout.update_weights_from_senders(transport, addresses)["findings"] == []
+    assert rollout.update_weights_from_senders(transport, addresses, 3)["findings"] == []
     assert calls == [("dsv4_refit_prepare", ("all",)), (method, args)]
     if on_finding == "stop":
         with pytest.raises(UserError, match="refit of version 4: 1 findings: worker 1: stale"):
-            rollout.update_weights_from_senders(transport, addresses)
+            rollout.update_weights_from_senders(transport, addresses, 3)
     else:
-        assert rollout.update_weights_from_senders(transport, addresses)["findings"] == ["worker 1: stale"]
+        assert rollout.update_weights_from_senders(transport, addresses, 3)["findings"] == ["worker 1: stale"]
         assert "worker 1: stale" in caplog.text
     assert calls[2:] == [(method, args)]

@@ -17,7 +17,9 @@ from nemo_rl_dsv4.policy import sent_weights, weight_sender
 from nemo_rl_dsv4.policy.sent_weights import SentWeights
 from nemo_rl_dsv4.policy.weight_sender import WeightSender
 from nemo_rl_dsv4.refit import export_weights
-from nemo_rl_dsv4.refit.delivery import plan_delivery
+from nemo_rl_dsv4.refit.delivery import Delivery, plan_delivery
+from nemo_rl_dsv4.refit.transport.broadcast import BroadcastReceiver
+from nemo_rl_dsv4.refit.transport.channel import open_channel
 from nemo_rl_dsv4.refit.transport.protocol import receive_staged
 from nemo_rl_dsv4.refit.transport.shared import Address, SharedReceiver, SharedSender
 
@@ -67,7 +69,7 @@ class Rank:
         return f"gpu{self.number}"
 
     def send_weights(self, profile: str, version: int, transport: str) -> Any:
-        mine = self.number == 0 or transport == "cuda_ipc"
+        mine = self.number == 0 or transport != "shared_memory"
         return self.sender.send(lambda: export_weights(self.state, profile) if mine else None, version, transport)
 
 
@@ -81,8 +83,12 @@ class Engine:
     def gpu_names(self) -> list[str]:
         return self.gpus
 
-    def receive_weights(self, transport: str, addresses: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    def receive_weights(self, transport: str, addresses: dict[str, Any], version: int) -> dict[str, Any]:
         def worker(gpu: str) -> str:
+            if transport == "broadcast":
+                host, port, rank, size = addresses[gpu]
+                channel = open_channel((host, port), rank=rank, size=size, device="cpu", timeout=20)
+                return receive_staged(BroadcastReceiver(channel, version=version), self.expected).checksum
             own = addresses[gpu] if transport == "cuda_ipc" else next(iter(addresses.values()))
             return receive_staged(SharedReceiver(Address(*own), timeout=20), self.expected).checksum
 
@@ -149,12 +155,40 @@ def test_every_worker_stages_the_same_weights_twice(
         assert {report["transport"] for report in reports} == {transport}
 
 
-def test_a_rank_that_cannot_export_leaves_every_engine_as_it_was(policy: Any, official_once: State) -> None:
+@pytest.mark.parametrize("gpus", [[["gpu0", "gpu1"]], [["gpu5"], ["gpu7"]], [["gpu0"]]])
+def test_every_worker_stages_the_same_weights_twice_by_broadcast(
+    policy: Any, official_once: State, gpus: list[list[str]]
+) -> None:
+    """From one rank to all, or from each rank to the worker on the other's GPU where every GPU has both."""
+    made = engines(official_once, *gpus)
+    for _ in range(2):
+        reports = SentWeights(policy, "broadcast", 400_000).deliver(made)
+        assert len({report["checksum"] for report in reports}) == 1
+        assert {report["transport"] for report in reports} == {"broadcast"}
+
+
+def test_broadcast_has_no_two_ends_on_one_gpu() -> None:
+    assert plan_delivery("broadcast", ["a", "b"], ["c", "d"]) == Delivery("broadcast", (0, 0), 2)
+    assert plan_delivery("broadcast", ["a", "b"], ["a", "c"]).served == (1, 1)
+    crossed = plan_delivery("broadcast", ["a", "b"], ["a", "b"])
+    assert crossed.served == (1, 0)
+    assert [crossed.place(worker) for worker in (0, 1)] == [(1, 2), (1, 2)]
+    assert [plan_delivery("broadcast", ["a"], ["c", "d"]).place(worker) for worker in (0, 1)] == [(1, 3), (2, 3)]
+    with pytest.raises(UserError, match="the one training rank and an engine worker are both on GPU a"):
+        plan_delivery("broadcast", ["a"], ["a"])
+    with pytest.raises(UserError, match="engine workers are on cpu, cpu; wanted each on a GPU of its own"):
+        plan_delivery("broadcast", ["cpu"], ["cpu", "cpu"])
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "broadcast"])
+def test_a_rank_that_cannot_export_leaves_every_engine_as_it_was(
+    policy: Any, official_once: State, transport: Any
+) -> None:
     """Its own error is raised, not those of the engines that it left without weights."""
     made = engines(official_once, ["gpu0"], ["gpu1"])
     policy.ranks[1].state["model.norm.weight"] = torch.full_like(policy.ranks[1].state["model.norm.weight"], torch.nan)
     with pytest.raises(UserError, match=r"norm.weight\[0\] is nan"):
-        SentWeights(policy, "cuda_ipc", 400_000).deliver(made)
+        SentWeights(policy, transport, 400_000).deliver(made)
     assert [engine._target.checksum for engine in made] == ["", ""]
 
 

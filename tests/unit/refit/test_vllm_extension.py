@@ -230,6 +230,31 @@ def test_two_refits_by_broadcast_and_a_lost_sender(standin: StandIn, small: dict
         assert torch.equal(raw(parameter), raw(before[name])), name
 
 
+def test_a_refit_through_a_channel_of_its_own(standin: StandIn, small: dict[str, Any]) -> None:
+    """As a run does it: nothing is left of the channel, and a sender that goes leaves the old weights."""
+    worker = standin.worker
+    worker.dsv4_refit_prepare("all")
+    for version in (1, 2):
+        store = listen(timeout=10)
+        places = {"cpu": ("127.0.0.1", store.port, 1, 2)}
+        engine = Beside(
+            lambda places=places, version=version: worker.dsv4_refit_by_broadcast(places, version, timeout=10.0)
+        )
+        channel = open_channel(store, rank=0, size=2, device="cpu", timeout=10)
+        BroadcastSender(channel, capacity_bytes=CAPACITY).send(iter(weights(small, version)), version=version)
+        assert engine.outcome()["findings"] == []
+        channel.close()
+    store = listen(timeout=10)
+    places = {"cpu": ("127.0.0.1", store.port, 1, 2)}
+    engine = Beside(lambda: worker.dsv4_refit_by_broadcast(places, 3, timeout=10.0))
+    channel = open_channel(store, rank=0, size=2, device="cpu", timeout=10)
+    channel.close()
+    del channel, store
+    with pytest.raises(UserError, match="refit: (nothing from the sender|the store of the broadcast)"):
+        engine.outcome()
+    assert worker.dsv4_refit_version() == {"version": 2, "valid": True}
+
+
 def test_workers_answer_all_before_one_raises(standin: StandIn) -> None:
     """vLLM's own call raises at the first failure and leaves the other workers' answers for the next call."""
     worker, calls = standin.worker, []
