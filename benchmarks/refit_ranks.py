@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,19 @@ class Rank:
         return bool(flag)
 
 
-def serve(
+def serve(own: Rank, link: Connection) -> None:
+    """Answer calls of a rank's methods that come over `link`, until the last."""
+    while True:
+        method, args, kwargs = link.recv()
+        if method == "end":
+            return
+        link.send(call_method(own, method, args, kwargs))
+
+
+def run_process(
     rank: int, world: int, device: str, rendezvous: str, link: Connection, weights: Callable[[int], State], bucket: int
 ) -> None:
-    """A rank's process: calls of its methods come over `link`, answers go back."""
+    """A rank's process."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -114,31 +124,38 @@ def serve(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", init_method=rendezvous, rank=rank, world_size=world
     )
     where = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
-    own = Rank(rank, world, where, weights, bucket)
-    while True:
-        method, args, kwargs = link.recv()
-        if method == "end":
-            break
-        link.send(call_method(own, method, args, kwargs))
+    serve(Rank(rank, world, where, weights, bucket), link)
     dist.destroy_process_group()
 
 
-class Ranks:
-    """The training ranks, seen from the process that drives the engine."""
+def processes(
+    world: int, device: str, weights: Callable[[int], State], bucket: int
+) -> Callable[[int, Connection], BaseProcess]:
+    """Launches ranks for `Ranks`, each in a process."""
+    context = mp.get_context("spawn")
+    rendezvous = f"file://{tempfile.mkdtemp(prefix='dsv4-ranks-')}/rendezvous"
 
-    def __init__(self, world: int, device: str, weights: Callable[[int], State], bucket: int) -> None:
-        context = mp.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory(prefix="dsv4-ranks-")
-        rendezvous = f"file://{self._folder.name}/rendezvous"
-        self.links, self.processes = [], []
-        for rank in range(world):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=serve, args=(rank, world, device, rendezvous, there, weights, bucket), daemon=True
-            )
-            process.start()
-            self.links.append(here)
-            self.processes.append(process)
+    def launch(rank: int, link: Connection) -> BaseProcess:
+        arguments = (rank, world, device, rendezvous, link, weights, bucket)
+        process = context.Process(target=run_process, args=arguments, daemon=True)
+        process.start()
+        return process
+
+    return launch
+
+
+class Ranks:
+    """The training ranks, seen from the process that drives the engine.
+
+    Args:
+        world: how many.
+        launch: starts one, given its number and its end of a pipe, as a process or a thread that `serve`s.
+    """
+
+    def __init__(self, world: int, launch: Callable[[int, Connection], Any]) -> None:
+        pipes = [mp.Pipe() for _ in range(world)]
+        self.links = [here for here, _ in pipes]
+        self.running = [launch(rank, there) for rank, (_, there) in enumerate(pipes)]
 
     def start(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of every rank without waiting."""
@@ -167,10 +184,9 @@ class Ranks:
         return self.finish(method)
 
     def end(self) -> None:
-        """End the processes."""
+        """End them."""
         self.start("end")
-        for process in self.processes:
-            process.join(10)
-            if process.is_alive():
-                process.terminate()
-        self._folder.cleanup()
+        for one in self.running:
+            one.join(10)
+            if one.is_alive() and hasattr(one, "terminate"):
+                one.terminate()

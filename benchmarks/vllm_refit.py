@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from refit_ranks import Ranks, sender_of
+from refit_ranks import Ranks, processes, sender_of
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL
@@ -327,7 +327,7 @@ class Served:
 
 def refit_from_ranks(folder: Path, options: argparse.Namespace) -> int:
     """Refits over every transport, from shards; 0 if all are clean and a broken one changes nothing."""
-    ranks = Ranks(options.ranks, "cuda", training_weights, BUCKET_BYTES)
+    ranks = Ranks(options.ranks, processes(options.ranks, "cuda", training_weights, BUCKET_BYTES))
     engine = start_engine(folder / "v0", extension=True, tensor_parallel=options.tensor_parallel)
     print("prepared:", call_workers(engine, "dsv4_refit_prepare", "all"), flush=True)
     results = {"v0": logprobs(engine)}

@@ -1,15 +1,18 @@
-"""Training ranks with shards, each a process, serve the workers of an engine: what `vllm_refit.py` measures."""
+"""Training ranks with shards serve the workers of an engine, as `vllm_refit.py` measures it; ranks are threads here."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.refit import StreamTally, export_weights
@@ -21,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 
 class Weights:
-    """Called with a version in each rank's process; a version is its number added to one norm."""
+    """Called with a version on each rank; a version is its number added to one norm."""
 
     def __init__(self, state: dict[str, torch.Tensor]) -> None:
         self.state = state
@@ -64,9 +67,31 @@ class Engine:
         return found
 
 
-@pytest.mark.slow
+@pytest.fixture
+def launch(training_once: dict[str, torch.Tensor]) -> Iterator[Any]:
+    """Ranks as threads of this process, with real collectives between them."""
+    from refit_ranks import Rank, serve
+
+    _install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    store = dist.HashStore()
+
+    def run(rank: int, link: Any) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=2, store=store)
+        serve(Rank(rank, 2, torch.device("cpu"), Weights(training_once), 400_000), link)
+
+    def start(rank: int, link: Any) -> threading.Thread:
+        thread = threading.Thread(target=run, args=(rank, link), daemon=True)
+        thread.start()
+        return thread
+
+    yield start
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    _uninstall_threaded_pg()
+
+
 def test_ranks_with_shards_serve_the_workers_of_an_engine(
-    training_once: dict[str, torch.Tensor], official_once: dict[str, torch.Tensor], tmp_path: Path
+    launch: Any, training_once: dict[str, torch.Tensor], official_once: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """Over files and by broadcast, twice each; a NaN on one rank reaches nobody."""
     from refit_ranks import Ranks
@@ -74,7 +99,7 @@ def test_ranks_with_shards_serve_the_workers_of_an_engine(
 
     weights = Weights(training_once)
     engine = Engine({name: tuple(value.shape) for name, value in official_once.items()})
-    ranks = Ranks(2, "cpu", weights, 400_000)
+    ranks = Ranks(2, launch)
     number = 0
     try:
         for transport in ("folder", "broadcast"):
