@@ -93,8 +93,8 @@ def free_gib(path: Path) -> float:
 
 
 def collectives(vendor: str | None) -> dict[str, str] | None:
-    """NCCL's or RCCL's version as torch has it; None where torch has neither or is not installed."""
-    if importlib.util.find_spec("torch") is None:
+    """NCCL's or RCCL's version as torch has it; None without a GPU, or where torch has neither or is not installed."""
+    if vendor is None or importlib.util.find_spec("torch") is None:
         return None
     import torch
 

@@ -185,6 +185,12 @@ def test_the_token_of_a_shared_and_of_a_separate_cache(tmp_path, monkeypatch):
     assert node.write_token(".token", "text") == "No such file or directory"
 
 
+def test_torchs_collectives_are_asked_for_on_gpu_nodes_alone():
+    found = node_module.collectives("nvidia")
+    assert found is None or found["version"].count(".") == 2
+    assert node_module.collectives(None) is None
+
+
 def test_import_state_of_what_is_there_missing_and_broken(tmp_path, monkeypatch):
     (tmp_path / "half_built.py").write_text("raise ImportError('libnvshmem.so: undefined symbol')")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -221,18 +227,28 @@ def test_a_machine_without_gpus_says_so_and_is_fit_for_the_tiny_recipes(capsys):
         (["--timeout", "0"], "--timeout is 0; wanted a number of seconds above 0"),
         (["a=b"], "a=b overrides a recipe, but --config names none"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: no such recipe file"),
-        (["--address", "auto"], "--address auto: no Ray cluster answers"),
     ],
 )
-def test_bad_input(capsys, monkeypatch, tmp_path, words, message):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+def test_bad_input(capsys, words, message):
     assert main(["doctor", *words]) == 2
     assert message in capsys.readouterr().err
 
 
+def test_a_cluster_that_does_not_answer_is_one_line(capsys, monkeypatch):
+    """`auto` finds any Ray of this machine, so the refusal is a stand-in's."""
+    import ray
+
+    def refuse(**_):
+        raise ConnectionError("Could not find any running Ray instance.\nA long explanation.")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    assert main(["doctor", "--address", "auto"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert "--address auto: no Ray cluster answers (Could not find any running Ray instance.); start one" in line
+
+
 def test_every_node_of_a_ray_cluster(monkeypatch, tmp_path, capsys):
-    """Two Ray nodes on this machine: facts of both, one clock, one cache; a third that a recipe wants is missing."""
+    """Two Ray nodes on this machine: facts of both, one clock, one cache."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
