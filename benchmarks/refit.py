@@ -265,11 +265,11 @@ def explain(state: State, engine: EngineBuffers, capacity: int, copy: float) -> 
     from nemo_rl_dsv4.numerics.fused.shapes import CANDIDATES
     from nemo_rl_dsv4.numerics.fused.stacks import quantize_stack
     from nemo_rl_dsv4.refit.checksum import start_range_checksums
-    from nemo_rl_dsv4.refit.expert_run import ExpertRun
+    from nemo_rl_dsv4.refit.expert_run import ExpertRun, layout_of
 
-    run = ExpertRun.of("layers.3.ffn.experts", state, AUTOMODEL, QuantSpec())
-    assert run is not None
-    count = run.fitting(capacity)
+    layout = layout_of("layers.3.ffn.experts", state, AUTOMODEL, QuantSpec())
+    assert layout is not None
+    run, count = ExpertRun.of(layout, state, AUTOMODEL, QuantSpec()), layout.fitting(capacity)
     buffer = torch.empty(capacity, dtype=torch.uint8, device="cuda")
     damaged = torch.zeros(1, dtype=torch.int32, device="cuda")
     alone: dict[str, float] = {}

@@ -65,8 +65,8 @@ def refresh_quantized(model: nn.Module) -> None:
 def stored_codes(model: nn.Module, layout: Layout = AUTOMODEL) -> dict[str, StoredCodes]:
     """Official name -> codes and scale of every quantized weight in this rank's cache.
 
-    A rank holds all linear weights and its own experts. Nothing is copied. Where it holds all experts of a stack, that
-    is found under its state-dict key as well, in the parameter's own orientation.
+    A rank holds all linear weights and its own experts. Nothing is copied. A stack of its experts is found under its
+    state-dict key as well, in the parameter's own orientation.
     """
     found: dict[str, StoredCodes] = {}
     for key, _, _, rounding in weight_roundings(model):
@@ -75,7 +75,7 @@ def stored_codes(model: nn.Module, layout: Layout = AUTOMODEL) -> dict[str, Stor
             continue
         experts = stored.data.shape[0] if stored.data.ndim == 3 else 0
         first = rounding.first_expert
-        if experts and rounding.holds_all_experts:
+        if experts:
             found[key] = StoredCodes(stored.data, stored.scale, stored.spec)
         for name in layout.official_names(key, first + experts):
             slot = layout.slot(name)

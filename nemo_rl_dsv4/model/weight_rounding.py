@@ -116,11 +116,6 @@ class WeightRounding:
         return self._stored
 
     @property
-    def holds_all_experts(self) -> bool:
-        """Whether the codes in the cache are those of a whole stack."""
-        return self._stored is not None and (self._sharding is None or self._sharding.size() == 1)
-
-    @property
     def first_expert(self) -> int:
         """Number, in the whole stack, of this rank's first expert."""
         if self._sharding is None or self._stored is None:

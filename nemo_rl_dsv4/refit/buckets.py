@@ -11,7 +11,7 @@ import torch
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.official_names import fused_group
 from nemo_rl_dsv4.refit.expert_run import ExpertRun, raise_first_damaged
-from nemo_rl_dsv4.refit.export import ExportedWeights, items_of_run
+from nemo_rl_dsv4.refit.export import ExportedWeights, Run, items_of_run
 from nemo_rl_dsv4.refit.manifest import Manifest, describe
 from nemo_rl_dsv4.refit.placement import Placement, copy_items, padded, views
 from nemo_rl_dsv4.refit.report import Stream
@@ -72,10 +72,10 @@ def fill_buckets(stream: Stream, buffer_of: Callable[[int], torch.Tensor]) -> It
     filling = _Filling(buffer_of)
     pieces = stream.pieces() if isinstance(stream, ExportedWeights) else iter([iter(stream)])
     for piece in pieces:
-        if isinstance(piece, ExpertRun) and filling.takes(piece):
+        if isinstance(piece, Run) and filling.takes(piece):
             yield from filling.add_run(piece)
         else:
-            yield from filling.add_items(items_of_run(piece) if isinstance(piece, ExpertRun) else piece)
+            yield from filling.add_items(items_of_run(piece) if isinstance(piece, Run) else piece)
     yield from filling.finish()
 
 
@@ -102,23 +102,24 @@ class _Filling:
         self._damaged: torch.Tensor | None = None
         self._runs: list[tuple[ExpertRun, int, int]] = []
 
-    def takes(self, run: ExpertRun) -> bool:
-        """Whether a run can be quantized in place: on the buffers' device, one expert no larger than a buffer."""
-        return run.device == self._buffer.device and run.fitting(self._buffer.numel()) > 0
+    def takes(self, run: Run) -> bool:
+        """Whether a run can be quantized in place: on the buffers' device, pieces no larger than a buffer."""
+        return run.device == self._buffer.device and run.fits(self._buffer.numel())
 
-    def add_run(self, run: ExpertRun) -> Iterator[Bucket]:
+    def add_run(self, run: Run) -> Iterator[Bucket]:
         first = 0
         if self._damaged is None:
             self._damaged = torch.zeros(1, dtype=torch.int32, device=run.device)
         while first < len(run):
-            count = min(run.fitting(self._buffer.numel() - self._used), len(run) - first)
+            count = run.piece(first, self._buffer.numel() - self._used)
             if not count:
                 yield self._close(last=False)
                 self._open()
                 continue
             self._placed += run.encode(first, count, self._buffer, self._used, self._damaged)
-            self._runs.append((run, first, count))
-            self._used += sum(run.sections(count))
+            if isinstance(run, ExpertRun):
+                self._runs.append((run, first, count))
+            self._used += sum(run.layout.sections(count))
             first += count
 
     def add_items(self, items: Stream) -> Iterator[Bucket]:

@@ -87,40 +87,31 @@ def stack_of(
     spec: QuantSpec,
     stored: StoredCodes | None,
     source_scales: Mapping[str, torch.Tensor],
-) -> ExpertStack | None:
-    """The stack of some official weights, one after the other along the rows of each expert, or None.
+) -> ExpertStack:
+    """The stack of some official weights, one after the other along the rows of each expert.
 
     Args:
         names: for each expert, the weights whose rows lie one below the other: w1 and w3, or w2.
         values: [E, rows, cols].
         spec: of the profile.
         stored: the stack's own codes.
-        source_scales: by official weight name.
-
-    Returns:
-        None where its blocks are not those of whole stacks, or a scale is of a kind that must be looked at alone.
+        source_scales: by official weight name. Other grids, and scales under 2^-117, are no source of these blocks.
     """
-    block = spec.block[0]
-    whole = values.shape[1] % (block * len(names) // len(values)) == 0 and values.shape[2] % block == 0
-    if not whole or spec.fmt != "e4m3fn" or spec.block[1] != block or spec.scale != "ue8m0":
-        return None
     stack = ExpertStack(values, spec, stored)
     if not source_scales:
         return stack
     kept = source_scales.stacks if isinstance(source_scales, SourceScales) else {}
     label = (names[0], names[-1], values.device)
-    if label in kept:
-        return replace(stack, source=kept[label])
-    grid = (stack.grid[0] * len(values) // len(names), stack.grid[1])
-    found = [source_scales.get(name) for name in names]
-    none = torch.zeros(grid)
-    if all(scale is None or scale.shape != grid for scale in found):
-        return stack
-    source = torch.stack([none if scale is None or scale.shape != grid else scale.cpu() for scale in found])
-    source = torch.where(is_power_of_two(source), source, 0.0)
-    if bool(((source > 0) & (source < _SMALLEST_SOURCE)).any()):
-        return None
-    kept[label] = source.view(len(values), *stack.grid).to(values.device)
+    if label not in kept:
+        grid = (stack.grid[0] * len(values) // len(names), stack.grid[1])
+        found = [source_scales.get(name) for name in names]
+        usable = [scale is not None and scale.shape == grid for scale in found]
+        if not any(usable):
+            return stack
+        none = torch.zeros(grid)
+        source = torch.stack([scale.cpu() if use else none for scale, use in zip(found, usable, strict=True)])
+        source = torch.where(is_power_of_two(source) & (source >= _SMALLEST_SOURCE), source, 0.0)
+        kept[label] = source.view(len(values), *stack.grid).to(values.device)
     return replace(stack, source=kept[label])
 
 

@@ -18,9 +18,13 @@ from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL, Layout, Slot
 from nemo_rl_dsv4.model.quantized_weights import StoredCodes
 from nemo_rl_dsv4.numerics import RolloutProfile, get_profile
 from nemo_rl_dsv4.refit.encode import Encoded, Encoder
-from nemo_rl_dsv4.refit.expert_run import ExpertRun, raise_first_damaged
+from nemo_rl_dsv4.refit.expert_run import ExpertRun, layout_of, raise_first_damaged
 from nemo_rl_dsv4.refit.placement import views
-from nemo_rl_dsv4.refit.sharded import gather_expert, gather_matrix
+from nemo_rl_dsv4.refit.sharded import gather_expert, gather_matrix, sharded_run
+from nemo_rl_dsv4.refit.sharded_run import ShardedRun
+
+Run = ExpertRun | ShardedRun
+"""Experts of a layer that are written into buckets many at once."""
 
 Members = tuple[tuple[str, Slot], ...]
 """Official names and their places in a model."""
@@ -106,16 +110,22 @@ class ExportedWeights:
     def __next__(self) -> tuple[str, torch.Tensor]:
         return next(self._items)
 
-    def pieces(self) -> Iterator[ExpertRun | Iterator[tuple[str, torch.Tensor]]]:
+    def pieces(self) -> Iterator[Run | Iterator[tuple[str, torch.Tensor]]]:
         """Runs of experts that can be quantized in place, and the items of everything between, in export order."""
         return self._walk
 
-    def _pieces(self) -> Iterator[ExpertRun | Iterator[tuple[str, torch.Tensor]]]:
+    def _pieces(self) -> Iterator[Run | Iterator[tuple[str, torch.Tensor]]]:
         sizes = tuple((key, len(tensor) if tensor.dim() == 3 else 0) for key, tensor in self._state.items())
         groups = ((self._run(members), members) for members in _groups(self._layout, sizes))
         for in_place, part in groupby(groups, key=lambda group: group[0] is not None):
             if in_place:
-                yield from (run for run, _ in part if run is not None)
+                for run, _ in part:
+                    assert run is not None
+                    yield run
+                    if isinstance(run, ShardedRun):
+                        if run.broken:
+                            return
+                        run.take_part()
                 continue
             items = self._noted(chain.from_iterable(self._items_of(members) for _, members in part))
             yield items
@@ -133,18 +143,22 @@ class ExportedWeights:
 
     def _all_items(self) -> Iterator[tuple[str, torch.Tensor]]:
         for piece in self._walk:
-            yield from (items_of_run(piece) if isinstance(piece, ExpertRun) else piece)
+            yield from (items_of_run(piece) if isinstance(piece, Run) else piece)
 
-    def _run(self, members: Members) -> ExpertRun | None:
-        (name, slot), encoder = members[0], self._encoder
+    def _run(self, members: Members) -> Run | None:
+        (name, slot), encoder, model = members[0], self._encoder, self._layout
         spec = None if slot.expert is None else encoder.spec(name)
         if spec is None or encoder.scale_dtype != torch.float32:
             return None
         stacks = {key: self._state[key] for key in dict.fromkeys(slot.key for _, slot in members)}
-        if any(isinstance(stack, DTensor) for stack in stacks.values()) or not encoder.has_whole(name, stacks, spec):
+        layout = layout_of(name.rsplit(".", 3)[0], stacks, model, spec)
+        if layout is None:
             return None
-        stem = name.rsplit(".", 3)[0]
-        return ExpertRun.of(stem, stacks, self._layout, spec, encoder.stored, encoder.source_scales)
+        if not any(isinstance(stack, DTensor) for stack in stacks.values()):
+            whole = encoder.has_whole(name, stacks, spec)
+            sources = (encoder.stored, encoder.source_scales)
+            return ExpertRun.of(layout, stacks, model, spec, *sources) if whole else None
+        return sharded_run(layout, stacks, model, encoder, spec)
 
     def _items_of(self, group: Members) -> Iterator[tuple[str, torch.Tensor]]:
         layout, encoder = self._layout, self._encoder
@@ -183,16 +197,18 @@ def _expert_of(item: tuple[str, Slot]) -> tuple[str, bool]:
     return (name, False) if slot.expert is None else (name.partition(".ffn.")[0], True)
 
 
-def items_of_run(run: ExpertRun) -> Iterator[tuple[str, torch.Tensor]]:
+def items_of_run(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
     """Quantize a run in memory of its own, as many experts at once as fit into `GROUP_BYTES`."""
-    damaged = torch.zeros(1, dtype=torch.int32, device=run.device)
-    for first in range(0, len(run), max(1, run.fitting(GROUP_BYTES))):
-        count = min(max(1, run.fitting(GROUP_BYTES)), len(run) - first)
-        buffer = torch.empty(sum(run.sections(count)), dtype=torch.uint8, device=run.device)
+    damaged, first = torch.zeros(1, dtype=torch.int32, device=run.device), 0
+    room = max(GROUP_BYTES, sum(run.layout.sections(1)))
+    while first < len(run):
+        count = run.piece(first, room)
+        buffer = torch.empty(sum(run.layout.sections(count)), dtype=torch.uint8, device=run.device)
         placed = run.encode(first, count, buffer, 0, damaged)
-        if bool(damaged):
+        if isinstance(run, ExpertRun) and bool(damaged):
             raise_first_damaged([(run, first, count)])
         yield from zip((placement.name for placement in placed), views(buffer, placed), strict=True)
+        first += count
 
 
 def _experts(

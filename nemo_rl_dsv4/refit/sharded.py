@@ -1,15 +1,16 @@
-"""Bring sharded weights to every rank as codes, one expert or one matrix at a time.
+"""Bring sharded weights to every rank as codes: many whole experts, one cut expert, or one matrix at a time.
 
 A rank quantizes what it holds before anything is sent, wherever its part cuts no block, so that one byte a weight
 travels instead of two or four. Expert stacks may be sharded over experts (expert parallelism) and within each expert
-(FSDP of the expert mesh); other tensors over their first dim (FSDP). Memory above the training weights is one expert,
-or one other tensor. All functions are collective: every rank of the tensor's mesh calls them in the same order.
+(FSDP of the expert mesh); other tensors over their first dim (FSDP). Memory above the training weights is a piece of
+128 MiB of experts (`refit.sharded_run`), or one other tensor. All functions are collective: every rank of the tensor's
+mesh calls them in the same order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.checkpoint_format import Layout, Slot
+from nemo_rl_dsv4.numerics import QuantSpec
 from nemo_rl_dsv4.refit.encode import Encoded, Encoder
+from nemo_rl_dsv4.refit.expert_layout import ExpertLayout
+from nemo_rl_dsv4.refit.expert_run import ExpertRun
+from nemo_rl_dsv4.refit.sharded_run import ShardedRun
 
 _ALIGNMENT = 16  # bytes; every tensor in a packed buffer starts at a multiple, so that it can be viewed in its dtype
 
@@ -78,6 +83,41 @@ def gather_matrix(name: str, tensor: DTensor, encoder: Encoder) -> tuple[Encoded
     local = encoder.encode(name, tensor.to_local(), part)
     assert local.scale is not None
     return Encoded(_all_gather(local.data, axis, axis.dim), _all_gather(local.scale, axis, axis.dim)), None
+
+
+def sharded_run(
+    layout: ExpertLayout, stacks: Mapping[str, torch.Tensor], model: Layout, encoder: Encoder, spec: QuantSpec
+) -> ExpertRun | ShardedRun | None:
+    """A layer's experts for bringing many of them at once to every rank.
+
+    Args:
+        layout: of all experts.
+        stacks: the two stacks by state-dict key, all of them DTensors.
+        model: whose stacks they are.
+        encoder: what to send.
+        spec: how it quantizes them.
+
+    Returns:
+        None where experts are cut within themselves, or training's codes are not those of stacks: then
+        `gather_expert`. The same on every rank.
+    """
+    if not all(isinstance(stack, DTensor) for stack in stacks.values()):
+        return None
+    axes = [_axes(key, stack) for key, stack in stacks.items() if isinstance(stack, DTensor)]
+    if axes[0] != axes[1] or set(axes[0]) - {0}:
+        return None
+    own = {key: stack.to_local() for key, stack in stacks.items() if isinstance(stack, DTensor)}
+    axis = axes[0].get(0)
+    chunk = layout.experts if axis is None else axis.chunk(layout.experts)
+    start = 0 if axis is None else axis.index * chunk
+    count, device = len(next(iter(own.values()))), next(iter(own.values())).device
+    if count and not encoder.has_whole(f"{layout.stem}.{start}.w1.weight", own, spec):
+        return None
+    sources = (encoder.stored, encoder.source_scales)
+    local = ExpertRun.of(layout, own, model, spec, *sources, start) if count else None
+    if axis is None:
+        return local
+    return ShardedRun(layout, local, device, axis.group, axis.index, chunk)
 
 
 def gather_expert(members: Sequence[tuple[str, Slot, DTensor]], layout: Layout, encoder: Encoder) -> list[Encoded]:

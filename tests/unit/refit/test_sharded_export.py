@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.refit import SourceScales, export_weights, sharded
+from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL
+from nemo_rl_dsv4.model.quantized_weights import StoredCodes
+from nemo_rl_dsv4.numerics import QuantSpec, quantize
+from nemo_rl_dsv4.refit import SourceScales, export_weights, sharded, sharded_run
+from nemo_rl_dsv4.refit.buckets import fill_buckets
 from nemo_rl_dsv4.refit.report import Stream
+from nemo_rl_dsv4.refit.transport.protocol import run_dry
 
 State = dict[str, torch.Tensor]
 WORLD = 4
@@ -161,3 +167,109 @@ def test_sharding_over_two_axes_is_refused(ranks: Any, wide_state: State) -> Non
     for error in ranks(attempt):
         assert isinstance(error, UserError)
         assert "cannot export placements" in str(error)
+
+
+def stacks(experts: int) -> State:
+    """Experts of whole blocks, 98,304 codes each."""
+    generator = torch.Generator().manual_seed(experts)
+    prefix = "model.layers.5.mlp.experts"
+    return {
+        f"{prefix}.gate_and_up_projs": torch.randn(experts, 256, 256, generator=generator),
+        f"{prefix}.down_projs": torch.randn(experts, 128, 256, generator=generator),
+    }
+
+
+def own_experts(state: State, options: dict[str, Any]) -> dict[str, Any]:
+    """Codes of training for the experts that a rank holds, as `stored_codes` finds them."""
+    stored: dict[str, StoredCodes] = {}
+    for key, stack in state.items():
+        local, first = stack.to_local(), dist.get_rank() * len(stack.to_local())  # type: ignore[attr-defined]
+        codes = [quantize(part, QuantSpec()) for part in local.chunk(2 if "gate" in key else 1, -1)]
+        data = torch.cat([part.data.view(torch.uint8) for part in codes], -1).view(torch.float8_e4m3fn)
+        stored[key] = StoredCodes(data, torch.cat([part.scale for part in codes], -1), QuantSpec())
+        for name in AUTOMODEL.official_names(key, len(stack)):
+            slot = AUTOMODEL.slot(name)
+            assert slot.expert is not None
+            if first <= slot.expert < first + len(local):
+                one = replace(slot, expert=slot.expert - first)
+                stored[name] = StoredCodes(*(AUTOMODEL.view(t, one) for t in stored[key][:2]), QuantSpec())
+    return {**options, "stored": stored}
+
+
+@pytest.mark.parametrize("with_codes", [False, True])
+@pytest.mark.parametrize("experts_a_piece", [1, 2, 100])
+def test_experts_of_a_rank_travel_together(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, experts_a_piece: int, with_codes: bool
+) -> None:
+    """One broadcast a piece, whatever each rank does with the pieces: fill buckets, or only take part."""
+    size = 3 * 256 * 128
+    monkeypatch.setattr(sharded_run, "PIECE_BYTES", experts_a_piece * (size + 24) + 16)
+    sent: list[int] = []
+
+    def broadcast(buffer: torch.Tensor, **kwargs: Any) -> None:
+        sent.append(buffer.numel())
+        dist.broadcast(buffer, **kwargs)
+
+    monkeypatch.setattr(sharded_run, "dist", SimpleNamespace(broadcast=broadcast))
+    state = stacks(12)
+    plain = dict(export_weights(state, "vllm-hopper"))
+    doubled = {name: 2 * scale for name, scale in plain.items() if name.endswith(".scale")}
+    for stack in state.values():  # every block is exact under twice its scale
+        stack.copy_(stack.sign() * 0.5)
+    scales = SourceScales((name[:-5] + "weight", torch.full_like(scale, 2.0**-9)) for name, scale in doubled.items())
+    want = list(export_weights(state, "vllm-hopper", source_scales=scales))
+    assert all(bool((t == 2.0**-9).all()) for n, t in want if n.endswith(".scale"))
+    capacity = max(2, experts_a_piece) * 2 * size
+
+    def one(rank: int) -> Any:
+        mine = shard(state, 4)
+        options = {"source_scales": SourceScales(scales.items())}
+        export = export_weights(mine, "vllm-hopper", **own_experts(mine, options) if with_codes else options)
+        if rank != 1:
+            return list(export)
+        memory = torch.empty(capacity, dtype=torch.uint8)
+        return [(n, t.clone()) for b in fill_buckets(export, lambda _: memory) for n, t in b.items()]
+
+    for stream in ranks(one):
+        assert not isinstance(stream, BaseException), stream
+        assert same(stream, want)
+    assert len(sent) == WORLD * {1: 12, 2: 8, 100: 4}[experts_a_piece]
+
+
+def test_a_sender_that_gives_up_lets_the_others_finish(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine refused a bucket in the middle of a layer; the other ranks still waited for its pieces."""
+    monkeypatch.setattr(sharded_run, "PIECE_BYTES", 1)
+    state = {**stacks(8), "model.norm.weight": torch.ones(4)}
+
+    def one(rank: int) -> Any:
+        export = export_weights(shard(state, 4), "vllm-hopper")
+        if rank != 2:
+            return list(export)
+        memory = torch.empty(200_000, dtype=torch.uint8)
+        next(fill_buckets(export, lambda _: memory))
+        run_dry(export)
+        return None
+
+    results = ranks(one)
+    assert [result is None for result in results] == [False, False, True, False]
+    assert all(same(result, export_weights(state, "vllm-hopper")) for result in results if result is not None)
+
+
+def test_every_rank_names_the_block_of_a_nan_among_experts(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_run, "PIECE_BYTES", 1)
+    state = stacks(8)
+    state["model.layers.5.mlp.experts.gate_and_up_projs"][5, 200, 128 + 7] = torch.inf
+
+    def one(rank: int) -> Any:
+        export = export_weights(shard(state, 4), "vllm-hopper")
+        if rank:
+            return list(export)
+        memory = torch.empty(400_000, dtype=torch.uint8)
+        try:
+            return list(fill_buckets(export, lambda _: memory))
+        finally:
+            run_dry(export)
+
+    for error in ranks(one):
+        assert isinstance(error, UserError)
+        assert "layers.5.ffn.experts.5.w3.weight: block [0, 1] holds a NaN" in str(error)
