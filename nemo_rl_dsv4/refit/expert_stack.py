@@ -104,12 +104,12 @@ def stack_of(
     label = (names[0], names[-1], values.device)
     if label not in kept:
         grid = (stack.grid[0] * len(values) // len(names), stack.grid[1])
-        found = [source_scales.get(name) for name in names]
-        usable = [scale is not None and scale.shape == grid for scale in found]
-        if not any(usable):
-            return stack
         none = torch.zeros(grid)
-        source = torch.stack([scale.cpu() if use else none for scale, use in zip(found, usable, strict=True)])
+        found = [source_scales.get(name, none) for name in names]
+        found = [scale.cpu() if scale.shape == grid else none for scale in found]
+        if all(scale is none for scale in found):
+            return stack
+        source = torch.stack(found)
         source = torch.where(is_power_of_two(source) & (source >= _SMALLEST_SOURCE), source, 0.0)
         kept[label] = source.view(len(values), *stack.grid).to(values.device)
     return replace(stack, source=kept[label])
