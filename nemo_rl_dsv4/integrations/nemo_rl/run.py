@@ -158,18 +158,20 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> Path:
     train_set, val_set = nemo_data.load_problems(config)
     loader, val_prompts = make_prompts(config, tokenizer, train_set, val_set)
     settings = TrainerSettings.from_config(config)
+
+    def upstream_config(config: MasterConfig, log_dir: Path | str, checkpoints: Path | str) -> Any:
+        folders = {"log_dir": str(log_dir), "checkpoint_dir": str(checkpoints)}
+        return master_config(parts.master_type, upstream_settings(config, val_samples=len(val_prompts), **folders))
+
+    # What NeMo-RL refuses is refused before a process starts.
+    upstream_config(config, config.logger.log_dir, config.checkpointing.checkpoint_dir)
     environment_variables = worker_environment(source, os.environ.get("PYTHONPATH", ""))
     with ray_cluster(config, environment_variables), registrations():
         config, group, engines = start_parts(config, tokenizer, train_set, console, lambda _: None)
         logger = open_folder(config, checkpoint, resume)
         (logger.run_dir / INSTALL_FILE).write_text(json.dumps(group.install_report(), indent=1), encoding="utf-8")
         folder = checkpoints_of(config, logger.run_dir, resume)
-        master = master_config(
-            parts.master_type,
-            upstream_settings(
-                config, log_dir=str(logger.run_dir), checkpoint_dir=str(folder), val_samples=len(val_prompts)
-            ),
-        )
+        master = upstream_config(config, logger.run_dir, folder)
         state = save_state(checkpoint)
         clock = RolloutClock(config.grpo.seed, state.total_steps)
         policy = parts.policy_class(group, clock, parts.batch_type, training_notes)

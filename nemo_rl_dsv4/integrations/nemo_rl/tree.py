@@ -72,8 +72,8 @@ def symbol(path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and not error.name.startswith("nemo_rl"):
             raise UserError(
-                f"NeMo-RL's {module_name} needs the library {error.name}, which is not installed; install it beside "
-                "this package (docs/nemo_rl.md lists what was used)"
+                f"importing {module_name} for NeMo-RL needs the library {error.name}, which is not installed; install "
+                "it beside this package (docs/nemo_rl.md lists what was used)"
             ) from error
         raise _moved(path) from error
     except AttributeError as error:

@@ -121,7 +121,9 @@ def test_names_that_moved_and_libraries_that_are_missing_are_told_apart(checkout
         tree.symbol("nemo_rl.algorithms.grpo:no_such_name")
     with pytest.raises(UserError, match=r"no Thing in nemo_rl.no_such_module: it has moved since"):
         tree.symbol("nemo_rl.no_such_module:Thing")
-    with pytest.raises(UserError, match="nemo_rl.broken needs the library library_that_is_not_there"):
+    with pytest.raises(
+        UserError, match="importing nemo_rl.broken for NeMo-RL needs the library library_that_is_not_there"
+    ):
         tree.symbol("nemo_rl.broken:Thing")
 
 
