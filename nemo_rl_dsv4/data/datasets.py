@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,8 @@ def build_datasets(
     """Training and validation problems that share no question.
 
     Generators draw other validation problems in place of those that training has; ``word_problems`` shares not even
-    operands. With files and callables an overlap is the user's to remove.
+    operands. Published sets lose the training problems that validation has, and a warning counts them. With files and
+    callables an overlap is the user's to remove.
 
     Raises:
         UserError: as :func:`build_dataset`, or a validation question that is also a training question.
@@ -62,7 +64,14 @@ def build_datasets(
     spec = read_spec(validation, "validation", seed, None)
     problems = _questions(spec, seen.__contains__)
     shared = [problem.prompt for problem in problems if problem.prompt in seen]
-    if shared:
+    if shared and train_spec.name in HUB_SETS:
+        held_out = set(shared)
+        train_problems = [problem for problem in train_problems if problem.prompt not in held_out]
+        text = f"{len(held_out)} questions of data.validation are left out"
+        if not train_problems:
+            raise train_spec.error(f"{text}, and no other is there; use another set")
+        warnings.warn(f"{train_spec.where}: {text}", stacklevel=2)
+    elif shared:
         raise spec.error(
             f"{len(shared)} of {len(problems)} questions are also training questions, the first {shared[0][:60]!r}; "
             "remove them"

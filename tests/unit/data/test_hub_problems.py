@@ -139,9 +139,38 @@ def test_without_a_copy_the_hub_set_of_the_table_is_asked_for(monkeypatch):
         assert asked[-1] == ((known.hub_id, None), {"split": "train", "cache_dir": None})
 
 
-def test_a_validation_question_of_the_training_set_is_refused(tmp_path):
-    path = tmp_path / "set.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in RECORDS))
-    section = {"dataset_name": "DAPOMath17K", "data_path": str(path), "download_dir": str(tmp_path / "cache")}
-    with pytest.raises(UserError, match="data.validation: 3 of 3 questions are also training questions"):
-        build_datasets(section, section, 0)
+def test_training_loses_the_questions_of_validation(tmp_path):
+    def section(name, records):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in records))
+        return {"dataset_name": "DAPOMath17K", "data_path": str(path), "download_dir": str(tmp_path / "cache")}
+
+    train, held_out = section("train.jsonl", RECORDS), section("val.jsonl", [record("1+1?", "2"), record("7+7?", "14")])
+    with pytest.warns(UserWarning, match="data.train: 1 questions of data.validation are left out"):
+        left, validation = build_datasets(train, held_out, 0)
+    assert [problem.answer for problem in left] == ["4"]
+    assert validation is not None and [problem.answer for problem in validation] == ["2", "14"]
+    with pytest.raises(UserError, match="2 questions of data.validation are left out, and no other is there"):
+        build_datasets(train, train, 0)
+
+
+def test_a_dry_run_loads_copies_and_shows_what_a_prompt_becomes(tmp_path, capsys):
+    """The reference recipe with copies of its sets and the released tokenizer: encoded prompts, nothing downloaded."""
+    from pathlib import Path
+
+    from nemo_rl_dsv4.cli.run_grpo import main
+
+    recipes = Path(__file__).parents[3] / "examples/configs/recipes/llm"
+    overrides = ["runtime=embedded", "policy.tokenizer.name=deepseek-v4", f"logger.log_dir={tmp_path}/l"]
+    overrides.append(f"checkpointing.checkpoint_dir={tmp_path}/c")
+    for split, first, count in (("train", 0, 200), ("validation", 1000, 30)):
+        path = tmp_path / f"{split}.jsonl"
+        rows = [record(f"{number} + 1?", str(number + 1)) for number in range(first, first + count)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        overrides += [f"+data.{split}.data_path={path}", f"+data.{split}.download_dir={tmp_path}/cache"]
+    recipe = recipes / "grpo-deepseek-v4-flash-0731-16n8g-automodel-cp8ep128.yaml"
+    assert main(["--config", str(recipe), "--dry-run", *overrides]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "train set DAPOMath17K: 200 problems" in shown and "validation set DAPOMathAIME2024: 30 problems" in shown
+    assert "<｜User｜>Solve it. The last line of your response should be of the form Answer: $Answer." in shown
+    assert "<｜Assistant｜></think>" in shown and "were not checked" not in shown
