@@ -13,6 +13,7 @@ dispatcher that cannot run here gets a row that says why, and the exit status is
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import statistics
@@ -34,7 +35,7 @@ from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.build import CPU_BACKEND, build_model
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.known_models import FLASH
-from nemo_rl_dsv4.policy.dispatcher import check_dispatcher
+from nemo_rl_dsv4.policy.dispatcher import check_dispatcher, permute_without_transformer_engine
 
 WEIGHTS = ("gate_and_up_projs", "down_projs")
 Row = dict[str, Any]
@@ -178,6 +179,8 @@ def run_rank(rank: int, world: int, folder: str, options: argparse.Namespace) ->
     if cuda:
         torch.cuda.set_device(rank)
     os.environ |= {"LOCAL_WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    trace = (Path(folder) / f"trace{rank}.txt").open("w", encoding="utf-8")
+    faulthandler.dump_traceback_later(max(options.limit - 3, 1), file=trace)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=f"file://{folder}/join", rank=rank, world_size=world
     )
@@ -189,6 +192,7 @@ def run_rank(rank: int, world: int, folder: str, options: argparse.Namespace) ->
     reference = make_experts(options, "torch", device)
     wanted = tokens.results(reference, local)
     rows.append(measure("none: all experts on each rank", reference, tokens, options))
+    write_rows(rows, rank, folder)
     del reference
     for name in options.dispatchers:
         try:
@@ -196,13 +200,67 @@ def run_rank(rank: int, world: int, folder: str, options: argparse.Namespace) ->
             rows.append(with_dispatcher(name, mesh, tokens, wanted, local, options) | {"found": report.line()})
         except (UserError, RuntimeError, AssertionError, ImportError, AttributeError, TypeError) as failure:
             rows.append({"dispatcher": name, "error": f"{type(failure).__name__}: {failure}"[:2000]})
-            if not isinstance(failure, UserError):
-                break  # the ranks may be at different places now
-    if rank == 0:
-        (Path(folder) / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+        write_rows(rows, rank, folder)
+        if "error" in rows[-1] and not rows[-1]["error"].startswith(UserError.__name__):
+            break  # the ranks may be at different places now
     if not any("error" in row for row in rows):
         dist.destroy_process_group()
     os._exit(0)  # DeepEP's buffers can hang in their destructors
+
+
+def write_rows(rows: list[Row], rank: int, folder: str) -> None:
+    """Leave what this rank has for the parent, whole at any time."""
+    part = Path(folder) / f"rows{rank}.part"
+    part.write_text(json.dumps(rows), encoding="utf-8")
+    part.rename(Path(folder) / f"rows{rank}.json")
+
+
+def last_place(folder: Path, rank: int) -> str:
+    """Innermost Python frames of the main thread of a rank that did not end in time; empty for one that did."""
+    path = folder / f"trace{rank}.txt"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    threads = [part for part in text.split("\n\n") if "File" in part]
+    frames = [line.strip() for line in threads[-1].splitlines() if line.startswith("  File")] if threads else []
+    return " < ".join(frame.removeprefix("File ") for frame in frames[:4])
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    """Rows of rank 0; if ranks fail or fall silent, the last row says so and what another rank found."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = mp.start_processes(
+            run_rank,
+            args=(options.world, folder, options),
+            nprocs=options.world,
+            join=False,
+            daemon=True,
+            start_method="spawn",
+        )
+        assert ranks is not None
+        deadline, failure = time.monotonic() + options.limit, None
+        try:
+            while not ranks.join(timeout=0.5):
+                if time.monotonic() > deadline:
+                    failure = f"no end after {options.limit} s"
+                    break
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+            failure = " ".join(str(error).split())[-2000:]
+        found = {
+            rank: json.loads(path.read_text(encoding="utf-8"))
+            for rank in range(options.world)
+            if (path := Path(folder) / f"rows{rank}.json").exists()
+        }
+        places = {rank: place for rank in range(options.world) if (place := last_place(Path(folder), rank))}
+        for process in ranks.processes:
+            if process is not None:
+                process.kill()
+    rows = found.get(0, [])
+    if failure is not None:
+        errors = [f"rank {rank} was in {place}" for rank, place in places.items()]
+        errors += [row["error"] for own in found.values() for row in own if "error" in row]
+        names = [row["dispatcher"] for row in rows]
+        unfinished = next((name for name in options.dispatchers if name not in names), "the end")
+        rows = [*rows, {"dispatcher": unfinished, "error": "; ".join([failure, *errors])}]
+    return rows
 
 
 def with_dispatcher(
@@ -213,6 +271,7 @@ def with_dispatcher(
 
     experts = make_experts(options, name, tokens.x.device)
     parallelize_module(module=experts, device_mesh=mesh, parallelize_plan=ExpertParallel())
+    permute_without_transformer_engine(experts)
     found = tokens.results(experts, local)
     errors = {f"error_{key}": error(found[key], value) for key, value in wanted.items()}
     again = tokens.results(experts, local)
@@ -231,6 +290,7 @@ def main() -> int:
     parser.add_argument("--experts", type=int, help="all ranks together (32; 8 on CPUs)")
     parser.add_argument("--top-k", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which the rows so far are printed")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     cpu = options.device == "cpu"
@@ -240,9 +300,7 @@ def main() -> int:
         parser.error(f"--experts {options.experts} does not divide over {options.world} ranks")
     if not cpu and torch.cuda.device_count() < options.world:
         parser.error(f"{torch.cuda.device_count()} GPUs here; wanted {options.world}, or --device cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(run_rank, args=(options.world, folder, options), nprocs=options.world, start_method="spawn")
-        rows = json.loads((Path(folder) / "rows.json").read_text(encoding="utf-8"))
+    rows = run(options)
     if not options.json:
         print("# " + ", ".join(f"{key} {value}" for key, value in vars(options).items()), f"torch {torch.__version__}")
     for row in rows:

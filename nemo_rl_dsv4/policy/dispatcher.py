@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from typing import Any
 import torch
 
 from nemo_rl_dsv4.errors import UserError
+
+log = logging.getLogger(__name__)
 
 TORCH_DISPATCH_RANKS = 8
 NVLINK_DOMAIN_VARIABLE = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
@@ -201,3 +204,29 @@ def _check_uccl(ranks: int, gpus_per_node: int, spans_nodes: bool) -> tuple[str,
     del ranks, gpus_per_node, spans_nodes
     module = _import("uccl.ep", "uccl_ep")
     return "uccl.ep", _need(module, ("Config", "EventHandle"), "uccl_ep", "uccl")
+
+
+def permute_without_transformer_engine(model: torch.nn.Module) -> int:
+    """Let tokens that DeepEP or UCCL-EP brought be sorted by expert with torch, where TransformerEngine is missing.
+
+    AutoModel 0.7.0 always asks these two for TransformerEngine's fused permutation and fails in the first forward pass
+    without it ("moe_permute_with_probs is not available"). Its own unfused permutation sorts alike and adds the parts
+    of a token in the activations' dtype. Call it when the model's dispatchers exist.
+
+    Returns:
+        Number of expert layers that were changed; 0 where TransformerEngine is installed.
+    """
+    from nemo_automodel.components.moe.megatron import moe_utils
+    from nemo_automodel.components.moe.megatron.token_dispatcher import MoEFlexTokenDispatcher, _DeepepManager
+
+    if moe_utils.HAS_TE:
+        return 0
+    changed = 0
+    for module in model.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if isinstance(dispatcher, MoEFlexTokenDispatcher) and isinstance(dispatcher._comm_manager, _DeepepManager):
+            dispatcher._comm_manager.permute_fusion = False  # often one manager for all layers
+            changed += 1
+    if changed:
+        log.info("%d expert layers sort dispatched tokens with torch: TransformerEngine is not installed", changed)
+    return changed

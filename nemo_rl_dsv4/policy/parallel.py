@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.policy.dispatcher import permute_without_transformer_engine
 
 
 @dataclass(frozen=True)
@@ -224,4 +225,5 @@ def parallelize(
         offload_policy=CPUOffloadPolicy() if cpu_offload else None,
         model_parallelizer=type(model).parallelizer,  # type: ignore[attr-defined]
     )
+    permute_without_transformer_engine(model)
     return model

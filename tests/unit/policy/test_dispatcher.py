@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.policy.dispatcher import NVLINK_DOMAIN_VARIABLE, check_dispatcher
+from nemo_rl_dsv4.policy.dispatcher import NVLINK_DOMAIN_VARIABLE, check_dispatcher, permute_without_transformer_engine
 
 SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 
@@ -152,3 +152,42 @@ def test_the_worker_checks_before_it_builds(monkeypatch):
     spec = SimpleNamespace(backend=backend("deepep"), sizes=ParallelSizes(2, ep=2), profile="bf16", checkpoint=None)
     with pytest.raises(UserError, match="torch sees no GPU"):
         module_under_test.build_worker(spec)  # pyright: ignore[reportArgumentType]
+
+
+def test_dispatched_tokens_are_sorted_without_transformer_engine(monkeypatch):
+    """Seen on two H200: DeepEP brought the tokens, then AutoModel raised "Please install TE >= 2.1.0"."""
+    from nemo_automodel.components.moe.megatron import moe_utils
+    from nemo_automodel.components.moe.megatron.token_dispatcher import MoEFlexTokenDispatcher, _DeepepManager
+
+    def dispatch(x, indices, probs, experts, group, **options):
+        counts = torch.bincount(indices[indices >= 0], minlength=experts)
+        return x, indices, probs, counts, None
+
+    manager = _DeepepManager(
+        group=None,
+        router_topk=2,
+        permute_fusion=True,
+        num_experts=4,
+        num_local_experts=4,
+        _dispatch_fn=dispatch,
+        _combine_fn=lambda x, *_, **__: (x, None),
+    )
+    layer = torch.nn.Module()
+    layer.token_dispatcher = MoEFlexTokenDispatcher.__new__(MoEFlexTokenDispatcher)
+    layer.token_dispatcher._comm_manager = manager
+    model = torch.nn.Sequential(layer, torch.nn.Linear(1, 1))
+    x = torch.arange(12.0).view(3, 4)
+    manager.token_indices = torch.tensor([[0, 2], [2, 3], [1, 0]])
+    manager.token_probs = torch.tensor([[0.25, 0.75], [0.5, 0.5], [1.0, 2.0]])
+
+    monkeypatch.setattr(moe_utils, "HAS_TE", True)
+    assert permute_without_transformer_engine(model) == 0
+    monkeypatch.setattr(moe_utils, "HAS_TE", False)
+    with pytest.raises(ValueError, match="Please install TE"):
+        moe_utils.permute(x, torch.ones(3, 4).bool(), probs=torch.ones(3, 4), fused=manager.permute_fusion)
+    assert permute_without_transformer_engine(model) == 1
+    sorted_x, probs = manager.get_permuted_hidden_states_by_experts(manager.dispatch(x))
+    assert torch.equal(sorted_x, x[[0, 2, 2, 0, 1, 1]])  # experts 0, 0, 1, 2, 2, 3
+    assert probs.tolist() == [0.25, 2.0, 1.0, 0.75, 0.5, 0.5]
+    restored = manager.combine(manager.get_restored_hidden_states_by_experts(sorted_x * probs.unsqueeze(-1)))
+    assert torch.equal(restored, x * manager.token_probs.sum(-1, keepdim=True))
