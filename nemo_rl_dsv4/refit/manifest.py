@@ -117,19 +117,28 @@ def read_bucket(manifest: Manifest, buffer: torch.Tensor) -> Iterator[tuple[str,
     """Yield views into a received buffer, after all of them have been compared with their checksums.
 
     Raises:
+        UserError: see `check_bucket`.
+    """
+    placed = check_bucket(manifest, buffer)
+    yield from zip((placement.name for placement in placed), views(buffer, placed), strict=True)
+
+
+def check_bucket(manifest: Manifest, buffer: torch.Tensor) -> list[Placement]:
+    """Compare a received buffer with its checksums, where it lies, and return what lies where in it.
+
+    Raises:
         UserError: an entry that does not fit, an unknown dtype, or bytes that changed on the way.
     """
     placed = [_placement(entry, buffer.numel()) for entry in manifest.entries]
     sums = start_range_checksums(buffer, [(entry.offset, entry.bytes) for entry in manifest.entries])
     heads = [head_of(placement.name, placement.dtype, placement.shape) for placement in placed]
-    found = views(buffer, placed)
     for entry, head, value in zip(manifest.entries, heads, sums.tolist(), strict=True):
         if with_head(head, value) != entry.checksum:
             raise UserError(
                 f"refit: tensor {entry.name!r} of bucket {manifest.index} arrived with checksum "
                 f"{with_head(head, value):016x}, sent with {entry.checksum:016x}; the transfer is damaged"
             )
-    yield from zip((entry.name for entry in manifest.entries), found, strict=True)
+    return placed
 
 
 def _placement(entry: Entry, room: int) -> Placement:

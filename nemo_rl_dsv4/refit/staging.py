@@ -20,7 +20,8 @@ from nemo_rl_dsv4.model.stored_weight import (
     scale_grid,
     scale_name,
 )
-from nemo_rl_dsv4.refit.manifest import Manifest, read_bucket
+from nemo_rl_dsv4.refit.manifest import Manifest, check_bucket
+from nemo_rl_dsv4.refit.placement import views
 from nemo_rl_dsv4.refit.report import combine_checksums
 
 _SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
@@ -58,7 +59,9 @@ class StagedWeights:
         pin = self._device.type == "cpu" and torch.cuda.is_available()
         own = torch.empty(manifest.bytes, dtype=torch.uint8, device=self._device, pin_memory=pin)
         own.copy_(buffer[: manifest.bytes])
-        for name, tensor in read_bucket(manifest, own):
+        # A GPU sums its memory a hundred times as fast as a CPU does.
+        placed = check_bucket(manifest, buffer if buffer.is_cuda else own)
+        for (name, *_), tensor in zip(placed, views(own, placed), strict=True):
             if name in self._tensors:
                 raise UserError(f"refit: tensor {name!r} arrived twice; send each one once a refit")
             self._tensors[name] = tensor
