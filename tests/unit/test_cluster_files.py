@@ -125,8 +125,9 @@ def slurm(tmp_path):
         "scontrol": "printf 'node1\\nnode2\\nnode3\\n'",
         "srun": "while [[ $1 == -* ]]; do [[ $1 == -w ]] && { on=$2; shift; }; shift; done\n"
         f'echo "$on $*" >> {calls}\n'
-        "case $1 in hostname) echo 10.0.0.1;; ray) exec sleep 30;; python) [[ $2 == -c ]] && echo 3; true;; "
+        f"case $1 in hostname) echo 10.0.0.1;; ray) exec /bin/sleep 30;; python) grep -c 'ray start' {calls};; "
         "nemo-rl-dsv4) exit ${DOCTOR:-0};; esac",
+        "sleep": "exec /bin/sleep 0.1",
     }
     for name, body in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
