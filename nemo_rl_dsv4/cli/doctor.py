@@ -18,8 +18,8 @@ EXAMPLE = (
     "  nemo-rl-dsv4 doctor --address auto --config RECIPE\n"
     "                                            every node of a Ray cluster, against what a recipe asks\n"
     "  nemo-rl-dsv4 doctor --address auto --json | jq '.findings[] | select(.status == \"problem\")'\n\n"
-    "checked: GPUs, driver, NVLink or xGMI links, NCCL or RCCL, DeepEP and UCCL, HF_HOME (writable, one folder on all\n"
-    "nodes), free disk, clocks, package versions (equal, and as pinned)\n\n"
+    "checked: GPUs, driver, NVLink or xGMI links, NCCL or RCCL, DeepEP, UCCL, vLLM, HF_HOME (writable, one folder on\n"
+    "all nodes), free disk, clocks, package versions (equal, and as pinned)\n\n"
     "exit status: 0 fit (notes may be shown), 1 a problem, 2 bad input"
 )
 
@@ -66,20 +66,23 @@ def run(options: argparse.Namespace) -> int:
 def _wanted(options: argparse.Namespace) -> Any:
     from nemo_rl_dsv4.config import load_config, validate
     from nemo_rl_dsv4.doctor.rules import Wanted
+    from nemo_rl_dsv4.generation.vllm_settings import VLLM_PYTHON
 
     config = load_config(Path(options.config), options.overrides)
     validate(config, runs_here=False)
     gpus = config.cluster.gpus_per_node
     dispatcher = config.policy.dtensor_cfg.automodel_kwargs.backend.dispatcher
     nodes = config.cluster.num_nodes if options.address is not None else 0
-    return Wanted(nodes, gpus, dispatcher if gpus else "")
+    vllm = config.policy.generation.backend == "vllm"
+    python = str(Path(config.policy.dsv4.vllm_python or VLLM_PYTHON).absolute()) if vllm else ""
+    return Wanted(nodes, gpus, dispatcher if gpus else "", python)
 
 
 def _this_machine(wanted: Any) -> tuple[list[dict[str, Any]], list[Any]]:
     from nemo_rl_dsv4.doctor.node import describe_node, pins
     from nemo_rl_dsv4.doctor.rules import node_findings
 
-    facts = describe_node()
+    facts = describe_node(vllm_python=wanted.vllm_python)
     return [facts], list(node_findings(facts, wanted, pins()))
 
 

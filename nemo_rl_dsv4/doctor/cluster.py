@@ -74,7 +74,7 @@ def examine_cluster(
         for node in alive
     }
     findings, facts = [], {}
-    asked = {name: handle.describe.remote() for name, handle in actors.items()}
+    asked = {name: handle.describe.remote(wanted.vllm_python) for name, handle in actors.items()}
     deadline = time.monotonic() + seconds
     for name, reference in asked.items():
         address = addresses[name]

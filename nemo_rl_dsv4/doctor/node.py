@@ -39,14 +39,18 @@ SHOWN_VARIABLES = re.compile(r"(NCCL|RCCL|NVSHMEM|HSA|HIP|CUDA|ROCR|UCX|GLOO|HF|
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 
 
-def describe_node(run: Runner = run_command) -> dict[str, Any]:
+def describe_node(run: Runner = run_command, vllm_python: str = "") -> dict[str, Any]:
     """Facts of this node.
+
+    Args:
+        run: asks the vendor's tools.
+        vllm_python: Python of vLLM's environment, if there should be one.
 
     Returns:
         host, python, machine, packages (name -> version or None), gpus (fields of `Gpus`), collectives (name and
-        version, or None), dispatchers (library -> version, "" where not installed, or `broken: reason`), cache
-        (`cache_facts`), free_gib (folder -> GiB), environment (variables of GPU and network libraries), time (Unix
-        seconds).
+        version, or None), dispatchers (library -> version, "" where not installed, or `broken: reason`), rollout
+        (the same for vLLM in its environment), cache (`cache_facts`), free_gib (folder -> GiB), environment
+        (variables of GPU and network libraries), time (Unix seconds).
     """
     gpus = read_gpus(run)
     cache = cache_folder()
@@ -58,6 +62,7 @@ def describe_node(run: Runner = run_command) -> dict[str, Any]:
         "gpus": asdict(gpus),
         "collectives": collectives(gpus.vendor),
         "dispatchers": {name: import_state(name) for name in DISPATCH_LIBRARIES},
+        "rollout": rollout_state(vllm_python),
         "cache": cache_facts(cache),
         "free_gib": {str(path): free_gib(path) for path in (cache, Path(tempfile.gettempdir()))},
         "environment": {
@@ -123,6 +128,21 @@ def import_state(module: str) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
+def rollout_state(python: str) -> str:
+    """vLLM's version in the environment of `python`, "" where there is none, else why it cannot be told."""
+    if not python or not Path(python).is_file():
+        return _version("vllm") or ""
+    program = "import importlib.metadata; print(importlib.metadata.version('vllm'))"
+    try:
+        done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"broken: {error}"
+    if done.returncode:
+        said = done.stderr.strip() or f"exit status {done.returncode}"
+        return f"broken: {said.splitlines()[-1]}"
+    return done.stdout.strip()
+
+
 def pins() -> dict[str, str]:
     """Package -> version that this package pins exactly, by its own metadata."""
     try:
@@ -143,9 +163,9 @@ def _version(name: str) -> str | None:
 class Node:
     """The doctor on one node, as a Ray actor: facts, clock, and the token in the shared cache."""
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, vllm_python: str = "") -> dict[str, Any]:
         """See `describe_node`."""
-        return describe_node()
+        return describe_node(vllm_python=vllm_python)
 
     def now(self) -> float:
         """Unix seconds of this node's clock."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from nemo_rl_dsv4.generation.vllm_settings import MAKE_VLLM
+
 Facts = Mapping[str, Any]
 SMALLEST_FREE_GIB = 20.0
 """Less than this on a disk that caches and temporary files go to is a problem."""
@@ -45,6 +47,8 @@ class Wanted:
     nodes: int = 0
     gpus_per_node: int = 0
     dispatcher: str = ""
+    vllm_python: str = ""
+    """Python of vLLM's environment; empty where no vLLM is wanted."""
 
 
 def node_findings(facts: Facts, wanted: Wanted, pins: Mapping[str, str]) -> Iterator[Finding]:
@@ -53,6 +57,7 @@ def node_findings(facts: Facts, wanted: Wanted, pins: Mapping[str, str]) -> Iter
     yield from _links(facts)
     yield from _collectives(facts)
     yield from _dispatchers(facts, wanted)
+    yield from _rollout(facts, wanted)
     yield from _cache(facts)
     yield from _disk(facts)
     yield from _pins(facts, pins)
@@ -72,6 +77,7 @@ def cluster_findings(nodes: list[Facts], wanted: Wanted) -> Iterator[Finding]:
         "driver": lambda node: node["gpus"]["driver"],
         "collectives": lambda node: node["collectives"] and " ".join(node["collectives"].values()),
         "HF_HOME": lambda node: node["cache"]["path"],
+        "vLLM": lambda node: node["rollout"],
         **{
             f"version of {name}": lambda node, name=name: node["packages"].get(name)
             for name in sorted({name for node in nodes for name in node["packages"]})
@@ -182,6 +188,18 @@ def _dispatchers(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
             yield Finding("dispatcher", status, facts["host"], text, "build it anew against this torch")
         else:
             yield Finding("dispatcher", "ok", facts["host"], f"{library} {state} imports")
+
+
+def _rollout(facts: Facts, wanted: Wanted) -> Iterator[Finding]:
+    state, host = facts["rollout"], facts["host"]
+    if state.startswith("broken: "):
+        text = f"vLLM's environment does not answer: {state.removeprefix('broken: ')}"
+        yield Finding("vLLM", "problem", host, text, f"make it anew: {MAKE_VLLM}")
+    elif state:
+        yield Finding("vLLM", "ok", host, f"vllm {state}")
+    elif wanted.vllm_python:
+        text = f"no vLLM: {wanted.vllm_python} is not there"
+        yield Finding("vLLM", "problem", host, text, f"make it with `{MAKE_VLLM}`, or set policy.dsv4.vllm_python")
 
 
 def _cache(facts: Facts) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import pytest
 from nemo_rl_dsv4.cli.main import main
 from nemo_rl_dsv4.doctor import node as node_module
 from nemo_rl_dsv4.doctor.gpus import AMD_GPUS, AMD_LINKS, NVIDIA_GPUS, NVIDIA_LINKS, ToolError, read_gpus, run_command
-from nemo_rl_dsv4.doctor.node import Node, describe_node, import_state
+from nemo_rl_dsv4.doctor.node import Node, describe_node, import_state, rollout_state
 from nemo_rl_dsv4.doctor.rules import Wanted, clock_finding, cluster_findings, node_findings, token_finding
 
 RECIPES = Path(__file__).parents[2] / "examples/configs/recipes/llm"
@@ -99,6 +99,7 @@ def facts(tmp_path, monkeypatch):
     monkeypatch.setattr(node_module, "collectives", lambda vendor: {"name": "NCCL", "version": "2.28.9"})
     found = describe_node(tools(NVIDIA))
     found["host"], found["dispatchers"] = "a", {"deep_ep": "1.2.1", "uccl": ""}
+    found["rollout"] = "0.26.0"
     found["free_gib"] = dict.fromkeys(found["free_gib"], 500.0)
     return found
 
@@ -121,6 +122,7 @@ FAULTS = {
     "mixed": (("gpus", "names"), ["H100", "H200"], "GPUs: 2 x H100 (81559 MiB) and H200 (81559 MiB), driver 580.65.06"),
     "nccl": (("collectives",), None, "collectives: torch has neither NCCL nor RCCL"),
     "broken": (("dispatchers", "deep_ep"), "broken: undefined symbol", "does not import: undefined symbol"),
+    "vllm": (("rollout",), "broken: No module named vllm", "vLLM's environment does not answer: No module named vllm"),
     "cache": (("cache", "error"), "Read-only file system", "nothing can be written to"),
     "disk": (("free_gib", "/tmp"), 3.0, "disk: 3 GiB free for /tmp"),
 }
@@ -199,6 +201,15 @@ def test_import_state_of_what_is_there_missing_and_broken(tmp_path, monkeypatch)
     assert import_state("half_built") == "broken: ImportError: libnvshmem.so: undefined symbol"
 
 
+def test_vllm_in_an_environment_of_its_own(tmp_path):
+    python = tmp_path / "python"
+    for body, state in (("echo 0.26.0", "0.26.0"), ("echo 'no vllm' >&2; exit 1", "broken: no vllm")):
+        python.write_text(f"#!/bin/bash\n{body}\n")
+        python.chmod(0o755)
+        assert rollout_state(str(python)) == state
+    assert rollout_state(str(tmp_path / "missing")) == rollout_state("")
+
+
 @pytest.fixture
 def without_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "/nowhere")
@@ -217,7 +228,7 @@ def test_a_machine_without_gpus_says_so_and_is_fit_for_the_tiny_recipes(capsys):
     assert main(["doctor", "--config", large, "--json", "runtime=embedded"]) == 1
     document = json.loads(capsys.readouterr().out)
     problems = {finding["check"] for finding in document["findings"] if finding["status"] == "problem"}
-    assert problems == {"GPUs", "dispatcher"} and not document["fit"]
+    assert problems == {"GPUs", "dispatcher", "vLLM"} and not document["fit"]
     assert all(finding["fix"] for finding in document["findings"] if finding["status"] != "ok")
 
 
