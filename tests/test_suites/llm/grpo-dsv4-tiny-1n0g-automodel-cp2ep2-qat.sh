@@ -12,9 +12,9 @@ NUM_MINUTES=20
 # ===== END CONFIG =====
 
 CHECKS=(
-    # measured below 1e-4 on shortened runs (tests/functional)
+    # measured 8.1e-9 (2026-11-30, 5 steps, seed 42, warm start of 20 steps instead of 190, 2 shared CPU cores)
     'mean(data["train/gen_kl_error"]) < 1e-4'
-    # not measured; finite
+    # measured 0.18 in the same run; the check is for what is not finite
     'max(data["train/grad_norm"]) < 1e3'
 )
 
