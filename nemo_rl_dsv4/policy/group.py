@@ -104,7 +104,8 @@ class PolicyActor:
         stream = self._export_stream(profile)
         if stream is None:
             return None
-        return write_folder(stream, Path(folder), capacity_bytes=capacity_bytes, version=version)
+        through = torch.device("cuda", 0) if self.spec.device == "cuda" else None
+        return write_folder(stream, Path(folder), capacity_bytes=capacity_bytes, version=version, through=through)
 
     def gpu_name(self) -> str:
         """What every process of this host calls this rank's GPU."""

@@ -58,8 +58,9 @@ class WeightSender:
         if transport == "broadcast":
             self._store = listen(HOST)
             return self.gpu, HOST, self._store.port
-        device = self._device if transport == "cuda_ipc" else None
-        self._sender = SharedSender(capacity_bytes=capacity_bytes, receivers=receivers, device=device)
+        gpu = self._device if self._device.type == "cuda" else None
+        device, through = (self._device, None) if transport == "cuda_ipc" else (None, gpu)
+        self._sender = SharedSender(capacity_bytes=capacity_bytes, receivers=receivers, device=device, through=through)
         return self.gpu, self._sender.address.socket, self._sender.address.key
 
     def send(self, export: Callable[[], Stream | None], version: int, transport: str) -> dict[str, Any] | None:

@@ -80,14 +80,24 @@ def fill_buckets(stream: Stream, buffer_of: Callable[[int], torch.Tensor]) -> It
 
 
 def write_buckets(
-    stream: Stream, buffer_of: Callable[[int], torch.Tensor], *, version: int
+    stream: Stream, buffer_of: Callable[[int], torch.Tensor], *, version: int, scratch: torch.Tensor | None = None
 ) -> Iterator[tuple[Manifest, torch.Tensor]]:
-    """Fill buckets as `fill_buckets` does and describe each by a manifest with checksums."""
-    for bucket in fill_buckets(stream, buffer_of):
-        yield (
-            describe(bucket.buffer, bucket.placed, version=version, index=bucket.index, last=bucket.last),
-            bucket.buffer,
-        )
+    """Fill buckets as `fill_buckets` does and describe each by a manifest with checksums.
+
+    Args:
+        stream, buffer_of: see `fill_buckets`.
+        version: policy version.
+        scratch: memory of the GPU that holds the weights, where the buffers are the host's: a bucket is filled and
+            summed there, and copied to its buffer as a whole.
+    """
+    for bucket in fill_buckets(stream, buffer_of if scratch is None else lambda _: scratch):
+        manifest = describe(bucket.buffer, bucket.placed, version=version, index=bucket.index, last=bucket.last)
+        if scratch is None:
+            yield manifest, bucket.buffer
+            continue
+        target = buffer_of(bucket.index)
+        target[: manifest.bytes].copy_(scratch[: manifest.bytes])
+        yield manifest, target
 
 
 class _Filling:

@@ -199,8 +199,9 @@ def _expert_of(item: tuple[str, Slot]) -> tuple[str, bool]:
 
 def items_of_run(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
     """Quantize a run in memory of its own, as many experts at once as fit into `GROUP_BYTES`."""
-    damaged, first = torch.zeros(1, dtype=torch.int32, device=run.device), 0
-    room = max(GROUP_BYTES, sum(run.layout.sections(1)))
+    damaged, first, room = torch.zeros(1, dtype=torch.int32, device=run.device), 0, GROUP_BYTES
+    while not run.fits(room):
+        room *= 2
     while first < len(run):
         count = run.piece(first, room)
         buffer = torch.empty(sum(run.layout.sections(count)), dtype=torch.uint8, device=run.device)

@@ -22,7 +22,9 @@ from nemo_rl_dsv4.refit.report import Stream
 _POLL_SECONDS = 0.02
 
 
-def write_folder(stream: Stream, folder: Path, *, capacity_bytes: int, version: int) -> int:
+def write_folder(
+    stream: Stream, folder: Path, *, capacity_bytes: int, version: int, through: torch.device | None = None
+) -> int:
     """Write a stream into a folder, which is emptied first; return the number of buckets.
 
     Args:
@@ -30,6 +32,7 @@ def write_folder(stream: Stream, folder: Path, *, capacity_bytes: int, version: 
         folder: made if it does not exist; anything but buckets in it is an error.
         capacity_bytes: size of a bucket.
         version: policy version.
+        through: the GPU that holds the weights; see `scratch` of `write_buckets`.
 
     Raises:
         UserError: the folder holds other files; a group of tensors is larger than a bucket.
@@ -37,7 +40,8 @@ def write_folder(stream: Stream, folder: Path, *, capacity_bytes: int, version: 
     _empty(folder)
     count = 0
     memory = torch.empty(capacity_bytes, dtype=torch.uint8)
-    for manifest, buffer in write_buckets(stream, lambda _: memory, version=version):
+    scratch = None if through is None else torch.empty(capacity_bytes, dtype=torch.uint8, device=through)
+    for manifest, buffer in write_buckets(stream, lambda _: memory, version=version, scratch=scratch):
         buffer[: manifest.bytes].numpy().tofile(folder / f"bucket-{manifest.index:05d}.bin")
         part = folder / f"bucket-{manifest.index:05d}.part"
         part.write_text(manifest.to_json(), encoding="utf-8")

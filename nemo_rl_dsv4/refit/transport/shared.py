@@ -52,6 +52,7 @@ class SharedSender:
         receivers: engines that will connect to each refit.
         slots: buckets in flight at most.
         device: None for shared memory; a CUDA device for slots on it that receivers on the same GPU map.
+        through: the GPU that holds the weights, for slots in shared memory; see `scratch` of `write_buckets`.
         timeout: seconds without any progress after which a refit is given up.
     """
 
@@ -62,6 +63,7 @@ class SharedSender:
         receivers: int = 1,
         slots: int = 2,
         device: torch.device | None = None,
+        through: torch.device | None = None,
         timeout: float = 600.0,
     ) -> None:
         self._receivers, self._timeout = receivers, timeout
@@ -70,6 +72,7 @@ class SharedSender:
         self._finalize = weakref.finalize(self, shutil.rmtree, self._folder, True)  # also when the process ends
         self.address = Address(str(self._folder / "socket"), secrets.token_hex(16))
         self._listener = Listener(self.address.socket, "AF_UNIX", authkey=bytes.fromhex(self.address.key))
+        self._scratch = None if through is None else torch.empty(capacity_bytes, dtype=torch.uint8, device=through)
         self._buffers: list[torch.Tensor] = []
         self._announced: list[Any] = []
         for slot in range(slots):
@@ -131,7 +134,7 @@ class SharedSender:
             self._await_slot(links, held, slot)
             return self._buffers[slot]
 
-        for manifest, buffer in write_buckets(source, free_slot, version=version):
+        for manifest, buffer in write_buckets(source, free_slot, version=version, scratch=self._scratch):
             slot = manifest.index % len(self._buffers)
             tally.add(manifest)
             if buffer.is_cuda:

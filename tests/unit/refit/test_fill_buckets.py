@@ -112,6 +112,20 @@ def test_manifests_carry_what_a_receiver_compares(wide_state: State) -> None:
     assert (a.tensors, a.quantized, a.bytes, a.checksum) == (b.tensors, b.quantized, b.bytes, b.checksum)
 
 
+def test_buckets_can_be_filled_elsewhere_and_copied_whole(wide_state: State) -> None:
+    """As a GPU does for buckets in the host's memory: only filled and summed bytes reach a slot."""
+    capacity = 2 * EXPERT + 1000
+    slots = [torch.full((capacity,), 7, dtype=torch.uint8) for _ in range(2)]
+    scratch = torch.empty(capacity, dtype=torch.uint8)
+    export = export_weights(wide_state, "vllm-hopper")
+    for manifest, buffer in write_buckets(export, lambda i: slots[i % 2], version=1, scratch=scratch):
+        assert buffer is slots[manifest.index % 2]
+        assert len(list(read_bucket(manifest, buffer))) == len(manifest.entries)
+    memory = torch.empty(capacity, dtype=torch.uint8)
+    direct = list(write_buckets(export_weights(wide_state, "vllm-hopper"), lambda _: memory, version=1))
+    assert direct[-1][0] == manifest
+
+
 def test_a_damaged_weight_is_named_before_the_last_bucket(wide_state: State) -> None:
     """Buckets are filled without waiting for the GPU; an engine must not commit what was never whole."""
     state = dict(wide_state)
