@@ -125,7 +125,8 @@ def generate_rows(
     """One response for each row, with rewards of 0.
 
     Raises:
-        ValueError: the engine's output does not fit the request, or a response token's logprob is not finite.
+        ValueError: the engine's output does not fit the request.
+        UserError: a response token's logprob is not finite.
     """
     ids, lengths = pad_prompts([row.token_ids for row in rows], pad_id)
     output = generation.generate({"input_ids": ids, "input_lengths": lengths}, greedy=False, seed=seed, **sampling)
@@ -149,8 +150,8 @@ def check_generation(output: Mapping[str, Tensor], prompt_lengths_B: Tensor) -> 
     """Refuse an engine output that would train on the wrong tokens.
 
     Raises:
-        ValueError: missing tensor, wrong number of rows, inconsistent lengths, routes of other tokens, or a logprob
-            that is not finite.
+        ValueError: missing tensor, wrong number of rows, inconsistent lengths, routes of other tokens.
+        UserError: the logprob of a response token is not finite.
     """
     names = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs", "truncated")
     missing = [name for name in names if name not in output]
@@ -180,9 +181,15 @@ def check_generation(output: Mapping[str, Tensor], prompt_lengths_B: Tensor) -> 
     broken = response & ~torch.isfinite(output["logprobs"])
     if broken.any():
         row, column = broken.nonzero()[0].tolist()
-        raise ValueError(
-            f"generation logprob of row {row}, position {column} is {float(output['logprobs'][row, column])}; "
-            "wanted a finite number for every response token"
+        start, end = int(prompt_lengths_B[row]), int(total[row])
+        tail = output["output_ids"][row, max(start, column - 3) : column + 1].tolist()
+        value, rows_broken = float(output["logprobs"][row, column]), int(broken.any(dim=1).sum())
+        raise UserError(
+            f"the rollout engine gave logprob {value} for token {column - start + 1} of {end - start} of row {row} "
+            f"(prompt of {start} tokens, last tokens {tail}); {int(broken.sum())} tokens of {rows_broken} rows are like "
+            "that, so nothing was trained on this batch. The engine's own numbers overflowed or are of memory nobody "
+            "wrote: compare its decoding with its prefill by `nemo-rl-dsv4 mismatch --config RECIPE`, and try another "
+            "vLLM or policy.generation.vllm_kwargs"
         )
 
 
