@@ -186,10 +186,10 @@ def check_generation(output: Mapping[str, Tensor], prompt_lengths_B: Tensor) -> 
         value, rows_broken = float(output["logprobs"][row, column]), int(broken.any(dim=1).sum())
         raise UserError(
             f"the rollout engine gave logprob {value} for token {column - start + 1} of {end - start} of row {row} "
-            f"(prompt of {start} tokens, last tokens {tail}); {int(broken.sum())} tokens of {rows_broken} rows are like "
-            "that, so nothing was trained on this batch. The engine's own numbers overflowed or are of memory nobody "
-            "wrote: compare its decoding with its prefill by `nemo-rl-dsv4 mismatch --config RECIPE`, and try another "
-            "vLLM or policy.generation.vllm_kwargs"
+            f"(prompt of {start} tokens, last tokens {tail}); {int(broken.sum())} tokens of {rows_broken} rows are "
+            "like that, so nothing was trained on this batch. The engine's own numbers overflowed or are of memory "
+            "nobody wrote: compare its decoding with its prefill by `nemo-rl-dsv4 mismatch --config RECIPE`, and try "
+            "another vLLM or policy.generation.vllm_kwargs"
         )
 
 
