@@ -10,11 +10,14 @@ each gradient (|g - g1| / |g1|, largest and median over parameters) and the byte
 Variants: `float32` rounds nothing (dense attention), so that what remains is the order of additions. `qat` is what the
 mini recipes run: BF16 over float32 master weights, every rounding site on, `attn: tilelang`, `experts: torch_mm`. There
 a last-bit difference moves a value to the next FP8 code, in whatever order the same machine adds. So `qat` has a row
-`one, half micro-batches`: one GPU against itself with micro-batches of half the size. A layout that computes the same
-differs by about as much.
+`one, rows rotated`: one GPU against itself, with other rows beside each other in a micro-batch. A layout that computes
+the same differs by about as much.
 
 Speed, of `qat`: median seconds of a step of one GPU and of two, with the same batch (strong scaling) and with twice the
-sequences (dp) or twice the length (cp) (weak scaling). Efficiency is tokens a second over twice those of one GPU.
+sequences (weak scaling). Efficiency is tokens a second over twice those of one GPU.
+
+One GPU and each layout are processes of their own. They check parity beside each other (most of the time is compiling
+kernels, which are few: every sequence has one length) and then measure speed one after the other.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ from nemo_rl_dsv4.policy.worker import PolicyWorker
 from nemo_rl_dsv4.refit.export import export_weights
 
 LAYOUTS = ("dp2ep2", "cp2ep2")
-ONE, HALVES = "one", "one, half micro-batches"
+ONE, ROTATED = "one", "one, rows rotated"
 PROFILE = "vllm-hopper"
 Found = dict[str, Any]
 
@@ -177,9 +180,12 @@ def train(worker: PolicyWorker, data: dict[str, torch.Tensor], whole: dict[str, 
     )
 
 
-def numbers(worker: PolicyWorker, setting: Setting, sizes: ParallelSizes, rank: int) -> Found:
+def numbers(worker: PolicyWorker, setting: Setting, sizes: ParallelSizes, rank: int, *, rotated: bool = False) -> Found:
     """Log-probabilities, export, loss and gradients of one step, whole on every rank, on the CPU."""
     whole = batch(setting.rows, setting.length, setting.config["vocab_size"])
+    turned = max(1, setting.micro_batch // 2) if rotated else 0
+    if rotated:
+        whole = {key: value.roll(turned, 0) for key, value in whole.items()}
     data = own_rows(whole, sizes, rank)
     data["generation_logprobs"] = data["prev_logprobs"] = worker.get_logprobs(data)["logprobs"]
     refresh_quantized(worker.model)
@@ -197,8 +203,9 @@ def numbers(worker: PolicyWorker, setting: Setting, sizes: ParallelSizes, rank: 
     hook = worker.optimizer.register_step_pre_hook(keep)
     out = train(worker, data, whole)
     hook.remove()
+    logprobs = parity.gather_rows(data["prev_logprobs"], sizes)
     return {
-        "logprobs": parity.gather_rows(data["prev_logprobs"], sizes),
+        "logprobs": logprobs.roll(-turned, 0),
         "loss": float(parity.sum_over_data_ranks(out["loss"], sizes)),
         "grad_norm": out["grad_norm"],
         "gradients": gradients,
@@ -256,16 +263,11 @@ def synchronize(sizes: ParallelSizes) -> None:
 
 def loads(setting: Setting, layout: str) -> dict[str, Setting]:
     """Scaling -> batch of a layout on two GPUs; of one GPU: `strong` alone."""
-    if layout == ONE:
-        return {"strong": setting}
-    if layout.startswith("cp"):
-        # Context parallelism halves a sequence, so a rank has as many passes as one GPU, each of half the tokens.
-        return {"strong": setting, "weak": replace(setting, length=2 * setting.length)}
-    return {"strong": setting, "weak": replace(setting, rows=2 * setting.rows)}
+    return {"strong": setting} | ({} if layout == ONE else {"weak": replace(setting, rows=2 * setting.rows)})
 
 
-def run_rank(rank: int, world: int, folder: str, parts: list[str], layouts: list[str], setting: Setting) -> None:
-    """One process: every layout of its world; what it found goes into `folder`."""
+def run_rank(rank: int, world: int, folder: str, layout: str, turns: list[str], parts: list[str], setting: Setting):
+    """One process of a layout; what it found goes into `folder`. `turns` is the order in which layouts are timed."""
     torch.set_num_threads(1 if setting.device == "cpu" else 4)
     if setting.device == "cuda":
         torch.cuda.set_device(rank)
@@ -273,41 +275,52 @@ def run_rank(rank: int, world: int, folder: str, parts: list[str], layouts: list
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     here = Path(folder)
     if world > 1:
-        while not (here / "one-is-done").exists():  # libraries are imported meanwhile, the GPUs are the other's
-            time.sleep(0.1)
         backend = "cpu:gloo,cuda:nccl" if setting.device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    for part, variant in [(name, variant) for name in parts for variant in variants_of(name)]:
-        for layout in layouts:
-            sizes = ParallelSizes(1) if layout in (ONE, HALVES) else parity.parse_sizes(layout)
-            if layout == HALVES and (part, variant) != ("parity", "qat"):
-                continue
-            started = time.perf_counter()
-            if part == "parity":
-                own = replace(setting, micro_batch=max(1, setting.micro_batch // 2)) if layout == HALVES else setting
-                found: Any = numbers(build(own, sizes, variant), own, sizes, rank)
-            else:
-                found = {}
-                worker = build(setting, sizes, variant)
-                for scaling, load in loads(setting, layout).items():
-                    if setting.device == "cuda":
-                        torch.cuda.reset_peak_memory_stats()
-                    times = seconds_of_steps(worker, load, sizes, rank)
-                    peak = torch.cuda.max_memory_allocated() / 2**30 if setting.device == "cuda" else 0.0
-                    found[scaling] = {"times": times, "tokens": load.rows * load.length, "peak_gib": peak}
-                del worker
-            if rank == 0:
-                torch.save(found, here / f"world-{world}.part")
-                (here / f"world-{world}.part").rename(here / f"{part}-{variant}-{layout}.pt")
-                seconds = time.perf_counter() - started
-                print(f"# {part} {variant} {layout}: {seconds:.1f} s", file=sys.stderr, flush=True)
-            del found
+        dist.init_process_group(
+            backend, init_method=f"file://{folder}/rendezvous-{layout}", rank=rank, world_size=world
+        )
+    sizes = ParallelSizes(1) if layout == ONE else parity.parse_sizes(layout)
+    for variant in variants_of("parity") if "parity" in parts else ():
+        found = numbers(build(setting, sizes, variant), setting, sizes, rank)
+        leave(here, f"parity-{variant}-{layout}", found, rank)
+        if layout == ONE and variant == "qat":
+            again = numbers(build(setting, sizes, variant), setting, sizes, rank, rotated=True)
+            leave(here, f"parity-{variant}-{ROTATED}", again, rank)
+            del again
+        del found
+        if setting.device == "cuda":
+            torch.cuda.empty_cache()
+    (here / f"checked-{layout}-{rank}").touch()
+    if "speed" in parts:
+        worker = build(setting, sizes, "qat")
+        worlds = {name: 1 if name == ONE else parity.parse_sizes(name).world for name in turns}
+        names = [f"checked-{name}-{number}" for name in turns for number in range(worlds[name])]
+        await_files(here, [*names, *(f"speed-qat-{name}.pt" for name in turns[: turns.index(layout)])])
+        measured = {}
+        for scaling, load in loads(setting, layout).items():
             if setting.device == "cuda":
-                torch.cuda.empty_cache()
-    if world == 1:
-        (here / "one-is-done").touch()
-    else:
+                torch.cuda.reset_peak_memory_stats()
+            times = seconds_of_steps(worker, load, sizes, rank)
+            peak = torch.cuda.max_memory_allocated() / 2**30 if setting.device == "cuda" else 0.0
+            measured[scaling] = {"times": times, "tokens": load.rows * load.length, "peak_gib": peak}
+        leave(here, f"speed-qat-{layout}", measured, rank)
+    if world > 1:
+        dist.barrier()
         dist.destroy_process_group()
+
+
+def leave(here: Path, name: str, found: Any, rank: int) -> None:
+    """Rank 0 puts a result where the parent looks for it, whole at once."""
+    if rank == 0:
+        torch.save(found, here / f"{name}.part")
+        (here / f"{name}.part").rename(here / f"{name}.pt")
+        print(f"# {name} at {time.strftime('%X')}", file=sys.stderr, flush=True)
+
+
+def await_files(here: Path, names: list[str]) -> None:
+    """Sleep until all of them exist; the parent ends this process if one will never come."""
+    while not all((here / name).exists() for name in names):
+        time.sleep(0.1)
 
 
 def variants_of(part: str) -> tuple[str, ...]:
@@ -316,53 +329,48 @@ def variants_of(part: str) -> tuple[str, ...]:
 
 
 def run(parts: list[str], layouts: list[str], setting: Setting) -> Iterator[Found]:
-    """Yield one row a layout, variant and scaling."""
+    """Yield one row a layout, variant and scaling, as soon as it is known."""
     scratch = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    turns = [ONE, *layouts]
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        worlds = [(1, [ONE, HALVES]), (2, layouts)]
-        started = [
-            mp.start_processes(
-                run_rank,
-                args=(world, folder, parts, own, setting),
-                nprocs=world,
-                join=False,
-                daemon=True,
-                start_method="spawn",
+        started: list[Any] = []
+        for layout in turns:
+            world = 1 if layout == ONE else parity.parse_sizes(layout).world
+            arguments = (world, folder, layout, turns, parts, setting)
+            started.append(
+                mp.start_processes(
+                    run_rank, args=arguments, nprocs=world, join=False, daemon=True, start_method="spawn"
+                )
             )
-            for world, own in worlds
-        ]
         here = Path(folder)
-        for part, variant in [(name, variant) for name in parts for variant in variants_of(name)]:
-            base = result(here, part, variant, ONE, started)
-            layouts_of_part = ([HALVES] if (part, variant) == ("parity", "qat") else []) + layouts
-            if part == "parity":
-                for layout in layouts_of_part:
-                    found = result(here, part, variant, layout, started)
-                    yield {"part": part, "variant": variant, "layout": layout, **compare(found, base)}
-                continue
-            rate = base["strong"]["tokens"] / statistics.median(base["strong"]["times"])
-            for layout in [ONE, *layouts_of_part]:
-                for scaling, found in result(here, part, variant, layout, started).items():
+        for variant in variants_of("parity") if "parity" in parts else ():
+            base = result(here, f"parity-{variant}-{ONE}", started)
+            for layout in ([ROTATED] if variant == "qat" else []) + layouts:
+                found = result(here, f"parity-{variant}-{layout}", started)
+                yield {"part": "parity", "variant": variant, "layout": layout, **compare(found, base)}
+        if "speed" in parts:
+            base = result(here, f"speed-qat-{ONE}", started)["strong"]
+            rate = base["tokens"] / statistics.median(base["times"])
+            for layout in turns:
+                for scaling, found in result(here, f"speed-qat-{layout}", started).items():
                     yield speed_row(layout, scaling, found, rate)
         for processes in started:
-            while processes is not None and not processes.join():
+            while not processes.join():
                 pass
 
 
-def result(here: Path, part: str, variant: str, layout: str, started: list[Any]) -> Any:
-    """What rank 0 of a layout found, as soon as it is there.
+def result(here: Path, name: str, started: list[Any]) -> Any:
+    """What a layout left under a name, as soon as it is there.
 
     Raises:
         Exception: a process raised one.
+        RuntimeError: all processes have ended without it.
     """
-    path = here / f"{part}-{variant}-{layout}.pt"
+    path = here / f"{name}.pt"
     while not path.exists():
-        for processes in started:
-            if processes.join(timeout=0.2) and not path.exists():
-                for other in started:
-                    other.join(timeout=0.2)
-                if not any(process.is_alive() for group in started for process in group.processes):
-                    raise RuntimeError(f"all processes have ended without {path.name}")
+        ended = [processes.join(timeout=0.1) for processes in started]
+        if all(ended) and not path.exists():
+            raise RuntimeError(f"all processes have ended without {path.name}")
     return torch.load(path)
 
 
@@ -395,7 +403,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, help="sequences of a batch (8)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (1024; 256 on CPUs)")
     parser.add_argument("--micro-batch", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
     cpu = args.device == "cpu"
