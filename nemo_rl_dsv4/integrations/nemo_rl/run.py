@@ -166,7 +166,7 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> Path:
     # What NeMo-RL refuses is refused before a process starts.
     upstream_config(config, config.logger.log_dir, config.checkpointing.checkpoint_dir)
     environment_variables = worker_environment(source, os.environ.get("PYTHONPATH", ""))
-    with ray_cluster(config, environment_variables), registrations():
+    with ray_cluster(config, environment_variables), ray_address(), registrations():
         config, group, engines = start_parts(config, tokenizer, train_set, console, lambda _: None)
         logger = open_folder(config, checkpoint, resume)
         (logger.run_dir / INSTALL_FILE).write_text(json.dumps(group.install_report(), indent=1), encoding="utf-8")
@@ -204,6 +204,25 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> Path:
                 )
     report(console, logger, folder, time.monotonic() - started)
     return logger.run_dir
+
+
+@contextmanager
+def ray_address() -> Iterator[None]:
+    """`RAY_ADDRESS` names the cluster that this process is connected to.
+
+    NeMo-RL's memory tracker asks Ray for "the" cluster of the machine in every phase, which fails where there are two.
+    """
+    import ray
+
+    before = os.environ.get("RAY_ADDRESS")
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["RAY_ADDRESS"]
+        else:
+            os.environ["RAY_ADDRESS"] = before
 
 
 def latest_checkpoint(resume: Path) -> Path:

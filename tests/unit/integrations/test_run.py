@@ -1,8 +1,10 @@
 """Run folders, checkpoints and the state of a resumed run; and the switch on the command line."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -101,6 +103,19 @@ def test_a_resumed_run_drops_the_records_it_will_make_again(run_dir, tmp_path, c
 def test_the_state_of_a_run_is_that_of_its_checkpoint(tmp_path):
     assert save_state(None) == SaveState(0, 0, 0, 0, 0, -99999999.0)
     assert save_state(write_checkpoint(tmp_path, 6)) == SaveState(6, 0, 0, 8, 0, -99999999.0)
+
+
+@pytest.mark.parametrize("before", [None, "10.0.0.1:6379"])
+def test_the_loop_finds_this_runs_ray_where_there_are_several(monkeypatch, before):
+    """With another Ray on the machine, NeMo-RL's memory tracker stopped the first step with a ConnectionError."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if before:
+        monkeypatch.setenv("RAY_ADDRESS", before)
+    context = SimpleNamespace(gcs_address="127.0.0.1:1234")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    with module.ray_address():
+        assert os.environ["RAY_ADDRESS"] == "127.0.0.1:1234"
+    assert os.environ.get("RAY_ADDRESS") == before
 
 
 def test_the_switch_wins_over_the_recipe_and_says_what_is_missing(capsys, tmp_path):
