@@ -229,7 +229,7 @@ class SharedReceiver:
     def agree(self, checksum: str) -> None:
         """See `BucketReceiver.agree`."""
         try:
-            self._link.send(("staged", checksum))
+            _tell(self._link, ("staged", checksum))  # a sender that has given up said so in its last message
             kind, value = self._next()
         finally:
             self.close()
