@@ -28,6 +28,7 @@ class ModelLimits:
     n_routed_experts: int | None = None
     num_attention_heads: int | None = None
     head_dim: int | None = None
+    hidden_size: int | None = None
 
 
 def model_limits(config: MasterConfig) -> ModelLimits:

@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.model_limits import model_limits
 from nemo_rl_dsv4.config.rules import require
 from nemo_rl_dsv4.config.runtime_choice import Runtime
 from nemo_rl_dsv4.config.vllm_spec import vllm_spec
 from nemo_rl_dsv4.generation.rollout_facts import ANY_GPU, BF16_WEIGHTS, FACTS, PROFILE_OF_GPU, RolloutFacts
 from nemo_rl_dsv4.generation.vllm_refusals import check_variables
-from nemo_rl_dsv4.generation.vllm_settings import engine_arguments, engine_environment
+from nemo_rl_dsv4.generation.vllm_settings import check_hidden_size, engine_arguments, engine_environment
 
 BACKEND_CLASS = "nemo_automodel.components.models.common.utils.BackendConfig"
 """The one class that `automodel_kwargs.backend._target_` may name."""
@@ -69,6 +70,9 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
         check_variables(generation.vllm_cfg.env_vars, facts)
     else:
         engine_environment(facts, generation.vllm_cfg.env_vars)
+    hidden_size = model_limits(config).hidden_size
+    if hidden_size is not None and not (dsv4.gpu or "").startswith("mi") and "rocm" not in dsv4.rollout_profile:
+        check_hidden_size(hidden_size, "hidden_size of policy.model_name")
 
 
 def _facts(config: MasterConfig) -> RolloutFacts:

@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from nemo_rl_dsv4.generation.sampling import SamplingParams
 from nemo_rl_dsv4.generation.vllm_settings import (
     MAKE_VLLM,
     VllmSpec,
+    check_hidden_size,
     engine_arguments,
     engine_environment,
     engine_findings,
 )
+from nemo_rl_dsv4.model.hf_config import read_config
 from nemo_rl_dsv4.numerics import get_profile
 from nemo_rl_dsv4.refit.worker_calls import call_workers
 
@@ -69,6 +72,9 @@ class VllmEngine:
     def __init__(self, spec: VllmSpec) -> None:
         self.spec, self.profile = spec, get_profile(spec.profile)
         arguments = engine_arguments(spec, self.profile)
+        config = Path(spec.model) / "config.json"
+        if "rocm" not in spec.profile and config.is_file():
+            check_hidden_size(read_config(config.parent, {})["hidden_size"], f"hidden_size of {config}")
         # Read by vLLM when it is imported, and inherited by its worker processes.
         os.environ.update(engine_environment(self.profile, spec.environment))
         # The engine's loop runs in this process; several tensor-parallel workers are its children.

@@ -127,6 +127,29 @@ def engine_environment(profile: Named, own: Mapping[str, str]) -> dict[str, str]
     return {**housekeeping, **own, **numeric}
 
 
+def check_hidden_size(hidden_size: int, where: str) -> None:
+    """Refuse a width at which vLLM's hyper-connection kernel leaves its output unwritten.
+
+    With fewer than 8 tokens in a batch the kernel (`mhc_fused_tilelang` of vLLM 0.25 to 0.29) cuts a width of up to
+    4096 into 8 parts, a larger one into 4, and each part into whole blocks of 256. What does not fill a block is not
+    written, and the next layer reads memory that nobody wrote. Seen on an H200 with a width of 1024: garbage for the
+    last tokens of the longest responses, sometimes NaN.
+
+    Args:
+        hidden_size: of the model.
+        where: what says so, for the message.
+
+    Raises:
+        UserError: the width does not divide into whole blocks.
+    """
+    parts = 8 if hidden_size <= 4096 else 4
+    if hidden_size % (parts * 256):
+        raise UserError(
+            f"{where} is {hidden_size}; vLLM's hyper-connection kernel needs a multiple of {parts * 256} there, or it "
+            "leaves memory unwritten whenever fewer than 8 sequences decode"
+        )
+
+
 def _flag(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "false")
 

@@ -19,6 +19,7 @@ GPU = [
     "policy.generation.backend=vllm",
     "policy.generation.vllm_cfg.max_model_len=256",
     "policy.dsv4.tiny.expert_format=fp8",
+    "policy.dsv4.tiny.hidden_size=2048",
 ]
 
 REFUSED = {
@@ -527,3 +528,14 @@ def test_rolling_out_ahead_needs_the_correction_and_awake_engines(recipe, overri
     with pytest.raises(UserError, match=message):
         validate(recipe(overrides), runs_here=False)
     validate(recipe([AHEAD, CORRECTED]), runs_here=False)
+
+
+@pytest.mark.parametrize(("hidden_size", "multiple"), [(1024, 2048), (3072, 2048), (4608, 1024)])
+def test_a_width_that_vllm_leaves_partly_unwritten_is_refused(recipe, hidden_size, multiple):
+    """Decoding of fewer than 8 sequences read memory nobody wrote at width 1024: wrong logprobs, then NaN."""
+    with pytest.raises(
+        UserError, match=f"is {hidden_size}; vLLM's hyper-connection kernel needs a multiple of {multiple}"
+    ):
+        validate(recipe([*GPU, f"policy.dsv4.tiny.hidden_size={hidden_size}"]), runs_here=False)
+    for fits in (2048, 4096, 7168):
+        validate(recipe([*GPU, f"policy.dsv4.tiny.hidden_size={fits}"]), runs_here=False)
