@@ -117,7 +117,7 @@ def test_a_valid_recipe_that_cannot_run_here_says_so_and_exits_0(capsys, places,
     """No GPU, no vLLM: a note beside validity, not an error."""
     monkeypatch.setattr("nemo_rl_dsv4.config.runs_here.GPU_FILES", ("/dev/no-such-device",))
     gpu = ["cluster.gpus_per_node=8", "policy.dsv4.cpu_processes=1", "policy.generation.backend=vllm"]
-    gpu.append("policy.dsv4.tiny.expert_format=fp8")
+    gpu += ["policy.dsv4.tiny.expert_format=fp8", "policy.dsv4.tiny.hidden_size=2048"]
     assert main(["--config", RECIPE, "--dry-run", *places, *gpu]) == 0
     shown = capsys.readouterr().out
     assert "The recipe is valid." in shown
@@ -134,6 +134,7 @@ def test_dry_run_of_a_large_layout_shortens_the_list_of_ranks(capsys, places):
         "policy.dtensor_cfg.expert_parallel_size=128",
         "policy.dsv4.tiny.n_routed_experts=128",
         "policy.dsv4.tiny.expert_format=fp8",
+        "policy.dsv4.tiny.hidden_size=2048",
         "policy.dsv4.tiny.max_position_embeddings=1024",
         "policy.max_total_sequence_length=1024",
         "policy.dtensor_cfg.automodel_kwargs.backend.dispatcher=deepep",
