@@ -8,7 +8,8 @@ RUN is a metrics.jsonl, a run folder with one, a log folder (its newest run), a 
 .json of {metric: {step: value}} as NeMo-RL's scripts dump it. In an expression data["NAME"] is a metric by step; min,
 max, mean, median and last make a number of it; mean and median take range_start and range_end as NeMo-RL's checker does
 (steps from 1, the end excluded, negative from the end, 0 for the last). Numbers can be added and compared; nothing else
-is evaluated.
+is evaluated. A step whose value is null (what a run writes for NaN and infinities) makes numbers over it NaN, and no
+comparison with NaN holds.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import operator
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nemo_rl_dsv4.cli.guard import FINDING, OK, guarded
 from nemo_rl_dsv4.errors import UserError
@@ -59,13 +61,13 @@ def read_metrics(path: Path) -> dict[str, Series]:
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
             return {name: {int(step): float(value) for step, value in by.items()} for name, by in document.items()}
-        except (OSError, ValueError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise UserError(f"{path}: no JSON of {{metric: {{step: value}}}} ({error})") from error
     metrics: dict[str, Series] = {}
     for record in read_steps(path):
         for name, value in record.items():
-            if name != "step" and value is not None:
-                metrics.setdefault(name, {})[record["step"]] = float(value)
+            if name != "step":  # null is what a run writes for NaN and infinities
+                metrics.setdefault(name, {})[record["step"]] = math.nan if value is None else float(value)
     return metrics
 
 
@@ -90,19 +92,31 @@ def within(series: Series, start: int, end: int) -> list[float]:
     return [value for step, value in sorted(series.items()) if start <= step < end]
 
 
+def _whole(name: str, value: float) -> int:
+    if not math.isfinite(value) or value != int(value):
+        raise UserError(f"{name} is {value}; wanted a whole number of steps")
+    return int(value)
+
+
+def _extreme(kind: Callable[[list[float]], float]) -> Callable[[Series], float]:
+    """`min` or `max`, or NaN if a value is NaN: Python's own depend on where it stands."""
+    return lambda series: math.nan if any(map(math.isnan, series.values())) else kind(list(series.values()))
+
+
 def _average(kind: Callable[[list[float]], float]) -> Callable[..., float]:
     def over(series: Series, range_start: float = 1, range_end: float = 0) -> float:
-        values = within(series, int(range_start), int(range_end))
+        values = within(series, _whole("range_start", range_start), _whole("range_end", range_end))
         if not values:
             raise UserError(f"no step from {range_start} to before {range_end} in steps {min(series)} to {max(series)}")
-        return kind(values)
+        return math.nan if any(map(math.isnan, values)) else kind(values)
 
     return over
 
 
+MAX_PARTS = 200
 FUNCTIONS: dict[str, Callable[..., float]] = {
-    "min": lambda series: min(series.values()),
-    "max": lambda series: max(series.values()),
+    "min": _extreme(min),
+    "max": _extreme(max),
     "last": lambda series: series[max(series)],
     "mean": _average(statistics.fmean),
     "median": _average(statistics.median),
@@ -125,6 +139,10 @@ class Checker:
             tree = ast.parse(expression, mode="eval").body
         except SyntaxError as error:
             raise UserError(f"{expression!r} is no expression ({error.msg})") from error
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise UserError(f"{expression[:80]!r} is no expression ({error or type(error).__name__})") from error
+        if sum(1 for _ in ast.walk(tree)) > MAX_PARTS:
+            raise UserError(f"{expression[:80]!r}... has more than {MAX_PARTS} parts; write several expressions")
         if not isinstance(tree, ast.Compare):
             raise UserError(f'{expression!r} compares nothing; write such as mean(data["train/reward"]) > 0.5')
         numbers = [self._number(side, expression) for side in (tree.left, *tree.comparators)]
@@ -173,9 +191,14 @@ class Checker:
         raise UserError(f'{expression!r}: {ast.unparse(node)!r} is no metric; write data["NAME"]')
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
 def run(arguments: list[str]) -> int:
     """Checks and prints; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", type=Path)
     parser.add_argument("expressions", metavar="EXPRESSION", nargs="*")
     parser.add_argument("--steps", action="store_true", help="print the last training step and stop")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     from nemo_rl_dsv4.utils.console import make_console
     from nemo_rl_dsv4.utils.progress import progress
 
-    if options.timeout <= 0:
+    if not 0 < options.timeout < math.inf:
         raise UserError(f"--timeout is {options.timeout:g}; wanted a number of seconds above 0")
     if options.overrides and options.config is None:
         raise UserError(f"{options.overrides[0]} overrides a recipe, but --config names none")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_dsv4.cli.guard import FINDING, OK
+from nemo_rl_dsv4.cli.run_grpo import silence_library_warnings
 from nemo_rl_dsv4.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     config = load_config(Path(options.config), options.overrides)
     validate(config, runs_here=False)
+    silence_library_warnings()
     console = make_console(stderr=True)
     study = _study(options, config, console)
     from nemo_rl_dsv4.mismatch.report import write_study
@@ -89,12 +93,31 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--noise is {options.noise}; wanted 0 or more, and less than 1")
     if options.rollout is not None and options.save_rollout is not None:
         raise UserError("--rollout reads a rollout and --save-rollout writes one; give one of them")
+    if options.rollout is not None and not options.rollout.is_file():
+        raise UserError(f"--rollout {options.rollout}: no such file; name one that --save-rollout wrote")
+    _check_writable("--out", options.out)
+    if options.save_rollout is not None:
+        if options.save_rollout.is_dir():
+            raise UserError(f"--save-rollout {options.save_rollout} is a folder; name a file in it")
+        _check_writable("--save-rollout", options.save_rollout.parent)
+
+
+def _check_writable(option: str, folder: Path) -> None:
+    """What is computed for minutes is not refused at its end: the folder, or the nearest above it, takes files."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise UserError(f"{option} {folder}: {there} is no folder; name another place")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(f"{option} {folder}: {there} takes no files ({error.strerror}); name another place") from error
 
 
 def _lengths(text: str) -> tuple[int, int]:
     """`MIN-MAX` as two numbers."""
     low, _, high = text.partition("-")
-    if not (low.isdigit() and high.isdigit() and 1 <= int(low) <= int(high)):
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
         raise UserError(f"--random-prompts is {text!r}; wanted two lengths such as 16-700")
     return int(low), int(high)
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from nemo_rl_dsv4.cli.guard import OK
+from nemo_rl_dsv4.errors import UserError
 
 HELP = "Draw summary.png and report.html of a run from its metrics.jsonl, or compare several runs in one picture."
 EXAMPLE = (
@@ -31,7 +32,6 @@ def run(options: argparse.Namespace) -> int:
     """Draws one run or several and says which files it wrote."""
     if len(options.run_dirs) > 1:
         return _compare(options)
-    from nemo_rl_dsv4.errors import UserError
     from nemo_rl_dsv4.utils.report import plot_run
 
     if options.out is not None:
@@ -51,9 +51,10 @@ def _compare(options: argparse.Namespace) -> int:
     from nemo_rl_dsv4.utils.compare import draw_comparison, summarize_run, training_records
     from nemo_rl_dsv4.utils.console import make_console
 
+    out = options.out or Path("results/comparison.png")
+    _check_comparison(options.run_dirs, out)
     names = _short_names(options.run_dirs)
     runs = {name: training_records(run_dir) for name, run_dir in zip(names, options.run_dirs, strict=True)}
-    out = options.out or Path("results/comparison.png")
     draw_comparison(runs, out)
     rows = {name: summarize_run(records) for name, records in runs.items()}
     if options.json:
@@ -66,6 +67,21 @@ def _compare(options: argparse.Namespace) -> int:
     console.print(table)
     console.print(f"plots: {out}", soft_wrap=True, markup=False)
     return OK
+
+
+def _check_comparison(run_dirs: list[Path], out: Path) -> None:
+    """Refuses what would be drawn wrongly, or over a file that is no picture, before anything is read."""
+    from nemo_rl_dsv4.utils.compare import MAX_RUNS
+
+    if out.suffix != ".png":
+        raise UserError(f"--out is {str(out)!r}; wanted a file whose name ends in .png")
+    if len(run_dirs) > MAX_RUNS:
+        raise UserError(f"{len(run_dirs)} runs; one picture holds at most {MAX_RUNS}: compare fewer at a time")
+    seen: dict[Path, Path] = {}
+    for run_dir in run_dirs:
+        first = seen.setdefault(run_dir.resolve(), run_dir)
+        if first is not run_dir:
+            raise UserError(f"{run_dir} is the same run as {first}; name each run once")
 
 
 def _short_names(run_dirs: list[Path]) -> list[str]:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig
 def child(node: Any, key: str) -> Any:
     """The node under `key`, a name or an index (an OmegaConf node, also for null), or None where there is none."""
     if isinstance(node, ListConfig) and not node._is_none() and not node._is_interpolation():
-        return node._get_node(int(key)) if key.isdigit() and int(key) < len(node) else None
+        return node._get_node(int(key)) if key.isdecimal() and int(key) < len(node) else None
     if not isinstance(node, DictConfig) or node._is_none() or node._is_interpolation():
         return None
     return node._get_node(key, validate_access=False)

@@ -50,6 +50,11 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
         "policy.dsv4.refit.transport is broadcast, but the one policy rank shares its GPU with the engine, and NCCL "
         "has no two ends on one GPU; set it to auto",
     )
+    require(
+        dsv4.refit.transport != "cuda_ipc" or generation.colocated.enabled,
+        "policy.dsv4.refit.transport is cuda_ipc, but policy.generation.colocated.enabled is false: no training rank "
+        "is on an engine's GPU; set it to auto, shared_memory or broadcast",
+    )
     implied = PROFILE_OF_GPU.get(dsv4.gpu or "")
     require(
         implied is None or dsv4.rollout_profile in ("auto", "bf16", implied, implied + BF16_WEIGHTS),

@@ -19,12 +19,24 @@ UNUSED: dict[str, tuple[Any, ...]] = {
     "data.num_workers": (0, 1),
     "data.default": (None,),
     "grpo.calculate_advantages_on_gpu": (False,),
+    "grpo.async_grpo.max_generation_failures": (0,),
+    "grpo.async_grpo.recompute_kv_cache_after_weight_updates": (False,),
     "policy.generation_batch_size": (None,),
     "cluster.master_port_range_low": (None,),
     "cluster.master_port_range_high": (None,),
     "cluster.segment_size": (None,),
 }
 """Dotted key -> values that ask for nothing."""
+_RESOURCES = {f"policy.generation.colocated.resources.{key}": (None,) for key in ("gpus_per_node", "num_nodes")}
+UNUSED_WHERE_SHARED: dict[str, tuple[Any, ...]] = _RESOURCES
+"""The same for vLLM engines that share the policy's GPUs."""
+UNUSED_OF_REFERENCE: dict[str, tuple[Any, ...]] = {
+    "policy.generation.colocated.enabled": (True,),
+    **_RESOURCES,
+    "policy.generation.vllm_kwargs": ({},),
+    "policy.dsv4.vllm_python": (None,),
+}
+"""The same for the reference engine, whose processes are on CPUs."""
 UNUSED_OF_DATASETS = ("processor", "env_name", "download_dir", "subset", "split", "split_validation_size")
 READ_BY_HUB_SETS = ("download_dir", "subset", "split")
 """The same for `data.train` and `data.validation`; null asks for nothing, and so do `math` and a math processor."""
@@ -37,7 +49,10 @@ def unused_keys(config: MasterConfig) -> list[str]:
     `processor` and `env_name` that name what is done anyway are not mentioned.
     """
     found = []
-    for key, silent in UNUSED.items():
+    generation = config.policy.generation
+    shared = UNUSED_WHERE_SHARED if generation.colocated.enabled else {}
+    of_engine = shared if generation.backend == "vllm" else UNUSED_OF_REFERENCE
+    for key, silent in (UNUSED | of_engine).items():
         value: Any = config
         for part in key.split("."):
             value = getattr(value, part)

@@ -115,7 +115,9 @@ def _open(spec: DatasetSpec, known: HubSet, settings: Mapping[str, Any]) -> Any:
     split, subset = settings.get("split", known.split), settings.get("subset", known.subset)
     cache = settings.get("download_dir")
     if "data_path" in settings:
-        return _open_copy(spec, Path(settings["data_path"]).expanduser(), split, cache)
+        if "subset" in settings:
+            raise spec.error(f"subset is {subset!r}, but a copy under data_path has no subsets; drop it")
+        return _open_copy(spec, known, Path(settings["data_path"]).expanduser(), split, cache)
     import datasets
 
     return _guarded(
@@ -126,13 +128,14 @@ def _open(spec: DatasetSpec, known: HubSet, settings: Mapping[str, Any]) -> Any:
     )
 
 
-def _open_copy(spec: DatasetSpec, path: Path, split: str, cache: str | None) -> Any:
+def _open_copy(spec: DatasetSpec, known: HubSet, path: Path, split: str, cache: str | None) -> Any:
     import datasets
 
     where, fix = f"data_path {str(path)!r}", "give a .parquet, .jsonl or .json file, or a folder of them"
     if path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         saved = _guarded(spec, where, "write it anew with save_to_disk", lambda: datasets.load_from_disk(str(path)))
         if not isinstance(saved, datasets.DatasetDict):
+            _refuse_split(spec, known, where, split)
             return saved
         names = [str(name) for name in saved]
         if split not in names:
@@ -149,6 +152,9 @@ def _open_copy(spec: DatasetSpec, path: Path, split: str, cache: str | None) -> 
             require_regular(file)
     except OSError as error:
         raise spec.error(f"{where} cannot be read: {error}; {fix}") from error
+    _refuse_split(spec, known, where, split)
+    if not any(_holds_text(file) for file in files):
+        raise spec.error(f"{where} is empty; {fix} with a problem in it")
     reader = FORMATS[suffixes.pop()]
     paths = [str(file) for file in files]
     return _guarded(
@@ -159,13 +165,31 @@ def _open_copy(spec: DatasetSpec, path: Path, split: str, cache: str | None) -> 
     )
 
 
+def _refuse_split(spec: DatasetSpec, known: HubSet, where: str, split: str) -> None:
+    """Files and single sets have no splits to choose from."""
+    if split != known.split:
+        raise spec.error(f"split is {split!r}, but {where} holds one set alone; drop split")
+
+
+def _holds_text(file: Path) -> bool:
+    """Whether there is anything but white space in the first megabyte."""
+    with file.open("rb") as opened:
+        return bool(opened.read(1 << 20).strip())
+
+
 def _guarded(spec: DatasetSpec, what: str, fix: str, load: Callable[[], Any]) -> Any:
     """What `load` returns; every failure of the library and its backends becomes one line."""
     try:
         return load()
     except Exception as error:  # httpx, pyarrow, fsspec and the library itself each raise their own
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise spec.error(f"{what} cannot be loaded: {first}; {fix}") from error
+        raise spec.error(f"{what} cannot be loaded: {_cause(error)}; {fix}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """First line of the error that began it: the library wraps what its readers raise in words of no help."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _rows(records: Any) -> Iterator[dict[str, Any]]:

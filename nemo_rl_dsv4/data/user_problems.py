@@ -32,7 +32,7 @@ def file_problems(spec: DatasetSpec) -> list[Problem]:
     keys = (settings.get("input_key", "input"), settings.get("output_key", "output"))
     try:
         require_regular(path)
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would cut texts at U+2028 as well
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{spec.where}.data_path {str(path)!r} cannot be read: {error}; give a .jsonl file") from error
     problems = [_from_line(line, f"{path}:{number}", keys) for number, line in enumerate(lines, 1) if line.strip()]
@@ -74,16 +74,23 @@ def callable_problems(spec: DatasetSpec) -> list[Problem]:
 def _from_line(line: str, where: str, keys: tuple[str, str]) -> Problem:
     try:
         record = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON: {error}; correct or remove the line") from error
     if not isinstance(record, dict):
         raise UserError(f"{where} holds {type(record).__name__}, not an object")
     for key in keys:
         if key not in record:
             raise UserError(f"{where} has no key {key!r}{nearest(key, list(record))}; set input_key and output_key")
-    if not isinstance(record[keys[0]], str):
-        raise UserError(f"{where}: {keys[0]} is {type(record[keys[0]]).__name__}, not text")
-    return Problem(record[keys[0]], str(record[keys[1]]), metadata={"dataset": FILE_NAME, "source": where})
+    question, answer = (record[key] for key in keys)
+    if not isinstance(question, str):
+        raise UserError(f"{where}: {keys[0]} is {type(question).__name__}, not text")
+    if not question.strip():
+        raise UserError(f"{where}: {keys[0]} is {question!r}; wanted a question")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+        text = repr(answer)
+        found = text if len(text) <= 80 else f"{text[:80]}..."
+        raise UserError(f"{where}: {keys[1]} is {found}; wanted an answer as text or number")
+    return Problem(question, str(answer), metadata={"dataset": FILE_NAME, "source": where})
 
 
 def _sample(problems: list[Problem], spec: DatasetSpec) -> list[Problem]:

@@ -97,7 +97,7 @@ def parse_nvidia_gpus(text: str) -> Gpus:
     found = Gpus("nvidia")
     for line in filter(None, map(str.strip, text.splitlines())):
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != 4 or not cells[3].isdigit():
+        if len(cells) != 4 or not cells[3].isdecimal():
             raise ToolError(f"nvidia-smi prints {line!r}; wanted index, name, driver version, memory in MiB")
         found.names.append(cells[1])
         found.driver = cells[2]
@@ -126,7 +126,7 @@ def parse_amd_gpus(text: str) -> Gpus:
         section = {key.lower(): value for key, value in document[card].items()}
         name = section.get("card series") or section.get("card model") or section.get("gfx version")
         memory = section.get("vram total memory (b)")
-        if name is None or memory is None or not str(memory).isdigit():
+        if name is None or memory is None or not str(memory).isdecimal():
             raise ToolError(f"rocm-smi gives {card} no name or memory: {sorted(section)}")
         found.names.append(str(name))
         found.memory_mib.append(int(memory) // 2**20)

@@ -205,7 +205,7 @@ def engine_arguments(spec: VllmSpec, profile: Named) -> dict[str, Any]:
 def check_agreement(spec: VllmSpec, profile: Named) -> None:
     """Settings that decide the rollout's numbers say the same as the profile that the trainer rounds by.
 
-    An engine that sleeps has a KV pool of a stated size, too.
+    The size of the KV pool, where one is stated, is a number of bytes; an engine that sleeps has one stated.
 
     Raises:
         UserError: the pair of keys that contradict each other, their values, and what would fit.
@@ -213,6 +213,7 @@ def check_agreement(spec: VllmSpec, profile: Named) -> None:
     where, named = "policy.generation.vllm_cfg", f"policy.dsv4.rollout_profile is {profile.name}"
     facts = facts_of(profile)
     quantized, deep_gemm, fp8_kv = facts.quantized, facts.deep_gemm, facts.fp8_kv
+    pool = spec.engine_arguments.get("kv_cache_memory_bytes", spec.kv_cache_memory_bytes)
     pairs: list[tuple[bool, str]] = [
         (
             (spec.precision == "fp8") == quantized,
@@ -243,8 +244,12 @@ def check_agreement(spec: VllmSpec, profile: Named) -> None:
             f"{where}.kv_cache_dtype is {spec.kv_cache_dtype} but {named}, which quantizes no KV cache; set it to auto",
         ),
         (
-            not spec.sleep_mode
-            or (spec.engine_arguments.get("kv_cache_memory_bytes", spec.kv_cache_memory_bytes) or 0) > 0,
+            pool is None or (isinstance(pool, int) and not isinstance(pool, bool) and pool > 0),
+            f"policy.generation.vllm_kwargs.kv_cache_memory_bytes is {pool!r}; wanted a whole number of bytes above 0, "
+            "such as 8000000000",
+        ),
+        (
+            not spec.sleep_mode or pool is not None,
             "policy.dsv4.engine_sleep is true but policy.generation.vllm_kwargs.kv_cache_memory_bytes is not set: an "
             "engine that measures its KV pool again when it wakes finds other memory free than before; set the "
             "pool's bytes there",

@@ -190,7 +190,7 @@ def _check_hybridep(ranks: int, gpus_per_node: int, spans_nodes: bool) -> tuple[
             "not set; put the number of these ranks that share one NVLink domain into policy.dtensor_cfg.env_vars (8 "
             "for separate 8-GPU nodes)"
         )
-    domain = int(text) if text.isdigit() else 0
+    domain = int(text) if text.isdecimal() else 0
     if domain < 1 or ranks % domain:
         raise UserError(
             f"{NVLINK_DOMAIN_VARIABLE} is {text!r}; wanted a divisor of "

@@ -27,6 +27,8 @@ ENDS = 50
 SETTLED = 10
 """Steps at the beginning of a run that compile kernels; left out of step times where there are more."""
 SMOOTHING = 9
+MAX_RUNS = len(COLORS)
+"""Runs that one picture tells apart."""
 PANELS = (
     ("Reward", "train/reward", False),
     ("Validation accuracy", "validation/accuracy", False),
@@ -49,7 +51,7 @@ def training_records(run_dir: Path) -> list[dict[str, Any]]:
         raise UserError(f"{run_dir} holds no {METRICS_FILE}; name a run folder such as logs/RECIPE/exp_001")
     records = read_steps(path)
     if not any(record.get("train/reward") is not None for record in records):
-        raise UserError(f"{path} has no training step")
+        raise UserError(f"{path} has no training step (a line with train/reward); name a run that has trained")
     return records
 
 

@@ -47,7 +47,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
         raise UserError(f"{path}: cannot read metrics ({reason})") from error
     complete, _, _ = text.rpartition("\n")
     records = []
-    for number, line in enumerate(complete.splitlines(), start=1):
+    for number, line in enumerate(complete.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -55,7 +55,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", type(error).__name__)
             raise UserError(f"{path}: line {number} is not JSON ({reason}); remove the line") from error
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise UserError(f"{path}: line {number} is no record with a whole-numbered step; remove the line")
         for name, value in record.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):

@@ -67,11 +67,15 @@ def test_an_expression_is_evaluated(module, run_dir, capsys, expression, holds):
         ("1 / 0 < 1", "divides by zero"),
         ('last(data["train/kl"], 2) < 1', "does not take that"),
         ("1 <", "is no expression"),
+        ('mean(data["train/kl"], 1e999) < 1', "range_start is inf; wanted a whole number of steps"),
+        ('mean(data["train/kl"], 1.5) < 1', "range_start is 1.5; wanted a whole number of steps"),
+        ("1" + "+1" * 5000 + " < 2", "is no expression|parts"),
     ],
 )
 def test_anything_else_is_bad_input(module, run_dir, capsys, expression, message):
     assert guarded(lambda: module.run([str(run_dir), expression])) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert any(words in said for words in message.split("|")) and said.count("\n") == 1
 
 
 def test_steps_and_newest_run_and_json(module, run_dir, capsys):
@@ -99,3 +103,21 @@ def test_nemo_rls_forms_are_read_alike(module, tmp_path):
 def test_a_folder_without_metrics_is_named(module, tmp_path, capsys):
     assert guarded(lambda: module.run([str(tmp_path), "1 < 2"])) == 2
     assert "neither metrics.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3])
+@pytest.mark.parametrize("function", ["min", "max", "mean", "median"])
+def test_a_step_that_is_no_number_fails_every_check(module, tmp_path, capsys, bad, function):
+    """A run writes null for NaN; the checks left such steps out and passed on the others."""
+    lines = [json.dumps({"step": step, "train/kl": None if step == bad else 0.1}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    for sign in ("<", ">="):
+        assert module.run([str(tmp_path), f'{function}(data["train/kl"]) {sign} 1']) == 1
+        assert "[nan, 1]" in capsys.readouterr().out
+
+
+def test_a_dump_nested_without_end_and_a_missing_run_are_one_line(module, tmp_path, capsys):
+    (tmp_path / "metrics.json").write_text("[" * 100_000)
+    for words in ([str(tmp_path / "metrics.json"), "1 < 2"], []):
+        assert guarded(lambda words=words: module.run(words)) == 2
+        assert capsys.readouterr().err.count("\n") == 1

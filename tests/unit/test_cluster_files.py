@@ -17,6 +17,7 @@ from nemo_rl_dsv4.config import load_config
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
 SHELL = sorted([*ROOT.glob("scripts/**/*.sbatch"), *ROOT.glob("scripts/**/*.env"), *ROOT.glob("tests/**/*.sh")])
+RECIPE = str(ROOT / "examples/configs/recipes/llm/grpo-dsv4-mini-1n1g-automodel-qat.yaml")
 _spec = importlib.util.spec_from_file_location("lock_script", ROOT / "scripts" / "lock.py")
 assert _spec is not None and _spec.loader is not None
 lock = importlib.util.module_from_spec(_spec)
@@ -135,7 +136,7 @@ def slurm(tmp_path):
 
     def run(**variables: str) -> tuple[int, list[str]]:
         calls.write_text("")
-        base = {"HF_HOME": "/shared", "RECIPE": "r.yaml", "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_GPUS_ON_NODE": "8"}
+        base = {"HF_HOME": "/shared", "RECIPE": RECIPE, "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_GPUS_ON_NODE": "8"}
         done = subprocess.run(
             ["bash", str(ROOT / "scripts/slurm/ray_cluster.sbatch"), "grpo.max_num_steps=1"],
             env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(ROOT), **base, **variables},
@@ -155,8 +156,8 @@ def test_the_slurm_script_starts_a_head_workers_doctor_and_run(slurm):
     assert "node1 ray start --block --head --node-ip-address=10.0.0.1 --port=6379 --num-gpus=8" in joined
     for node in ("node2", "node3"):
         assert f"{node} ray start --block --address=10.0.0.1:6379 --num-gpus=8" in joined
-    assert "node1 nemo-rl-dsv4 doctor --address 10.0.0.1:6379 --config r.yaml logger.wandb_enabled=false" in joined
-    assert "run_grpo.py --config r.yaml logger.wandb_enabled=false grpo.max_num_steps=1" in joined
+    assert f"node1 nemo-rl-dsv4 doctor --address 10.0.0.1:6379 --config {RECIPE} logger.wandb_enabled=false" in joined
+    assert f"run_grpo.py --config {RECIPE} logger.wandb_enabled=false grpo.max_num_steps=1" in joined
     assert "logger.wandb_enabled=true" in "\n".join(slurm(WANDB="1")[1])
 
 
@@ -165,3 +166,17 @@ def test_the_slurm_script_stops_where_the_doctor_finds_a_problem(slurm):
     assert status == 1 and "run_grpo" not in "\n".join(calls)
     status, calls = slurm(DOCTOR="1", SKIP_DOCTOR="1")
     assert status == 0 and "run_grpo" in "\n".join(calls)
+
+
+@pytest.mark.parametrize(
+    ("variables", "status"),
+    [({"VENDOR": "intel"}, 2), ({"RECIPE": "nowhere.yaml"}, 2), ({"SLURM_SUBMIT_DIR": "/"}, 2)],
+)
+def test_the_slurm_script_refuses_what_is_not_there_before_it_starts_anything(slurm, variables, status):
+    assert slurm(**variables) == (status, [])
+
+
+def test_a_doctor_that_refuses_its_input_is_not_skipped(slurm):
+    """SKIP_DOCTOR is for findings; a wrong key would end the run as well."""
+    status, calls = slurm(DOCTOR="2", SKIP_DOCTOR="1")
+    assert status == 2 and "run_grpo" not in "\n".join(calls)

@@ -236,6 +236,8 @@ def test_a_machine_without_gpus_says_so_and_is_fit_for_the_tiny_recipes(capsys):
     ("words", "message"),
     [
         (["--timeout", "0"], "--timeout is 0; wanted a number of seconds above 0"),
+        (["--timeout", "nan"], "--timeout is nan; wanted a number of seconds above 0"),
+        (["--timeout", "inf"], "--timeout is inf; wanted a number of seconds above 0"),
         (["a=b"], "a=b overrides a recipe, but --config names none"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: no such recipe file"),
     ],

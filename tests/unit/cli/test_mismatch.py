@@ -38,3 +38,20 @@ def test_limit_and_floor_decide() -> None:
     far = mismatch(2e-3, 1.5e-3, 3e-3)
     assert _too_far(study(far), 1e-3) and not _too_far(study(far), 2e-3)
     assert not _too_far(study(far, mismatch(2e-3, 1e-3, 2e-3)), 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--random-prompts", "\u00b2-\u00b3"], "wanted two lengths such as 16-700"),
+        (["--rollout", "nowhere"], "--rollout nowhere: no such file"),
+        (["--out", f"{__file__}/x"], "is no folder; name another place"),
+        (["--out", "/proc/x"], "/proc takes no files"),
+        (["--save-rollout", "/proc/x/rollout"], "/proc takes no files"),
+        (["--save-rollout", "/tmp"], "is a folder; name a file in it"),
+    ],
+)
+def test_bad_words_are_refused_before_anything_is_computed(words, message, capsys) -> None:
+    """The recipe is not there: whatever comes before it is refused first, not after minutes of sampling."""
+    assert main(["mismatch", "--config", "nowhere.yaml", *words]) == 2
+    assert message in capsys.readouterr().err

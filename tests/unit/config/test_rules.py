@@ -504,12 +504,27 @@ POOL = "+policy.generation.vllm_kwargs.kv_cache_memory_bytes=1000000000"
             "only vLLM engines that share the policy's GPUs sleep",
         ),
         (["policy.dsv4.engine_sleep=true"], "policy.generation.backend is reference"),
+        *(
+            (
+                [*GPU, *sleep, f"{POOL.partition('=')[0]}={pool}"],
+                f"kv_cache_memory_bytes is {shown}; wanted a whole number",
+            )
+            for sleep in ([], ["policy.dsv4.engine_sleep=true"])
+            for pool, shown in (("abc", "'abc'"), ("-5", "-5"), ("0", "0"), ("true", "True"), ("1e9", "1000000000.0"))
+        ),
     ],
 )
 def test_engines_sleep_only_where_they_can(recipe, overrides, message):
     with pytest.raises(UserError, match=message):
         validate(recipe(overrides), runs_here=False)
     validate(recipe([*GPU, "policy.dsv4.engine_sleep=true", POOL]), runs_here=False)
+
+
+def test_cuda_ipc_to_engines_on_other_gpus_is_refused_before_the_run(recipe) -> None:
+    """It was refused by the first refit, after the model and the engines had started."""
+    with pytest.raises(UserError, match="transport is cuda_ipc, but policy.generation.colocated.enabled is false"):
+        validate(recipe([*GPU, *OWN_GPUS, "policy.dsv4.refit.transport=cuda_ipc"]), runs_here=False)
+    validate(recipe([*GPU, "policy.dsv4.refit.transport=cuda_ipc"]), runs_here=False)
 
 
 AHEAD = "grpo.async_grpo.enabled=true"

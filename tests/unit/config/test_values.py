@@ -74,6 +74,23 @@ def test_keys_without_effect_are_named_in_one_line(recipe):
     assert "data.train.env_name (code)" in line and "processor" not in line
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "grpo.async_grpo.max_generation_failures=2",
+        "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.colocated.resources.gpus_per_node=8",
+        "policy.dsv4.vllm_python=python",
+        "+policy.generation.vllm_kwargs.max_num_seqs=3",
+    ],
+)
+def test_a_key_that_the_reference_engine_or_the_loop_does_not_read_is_named(recipe, override):
+    key = override.lstrip("+").partition("=")[0].removesuffix(".max_num_seqs")
+    (line,) = unused_keys(recipe(override))
+    assert f"{key} (" in line
+
+
 def test_overrides_of_the_model_that_nothing_reads_are_noticed(recipe):
     (line,) = unknown_overrides(recipe("+policy.hf_config_overrides={num_hash_layer:1,expert_dtype:fp8}"))
     assert line.startswith("policy.hf_config_overrides.num_hash_layer is no key") and "num_hash_layers?" in line

@@ -230,3 +230,28 @@ def test_whatever_a_users_module_raises_is_one_line(tmp_path, monkeypatch, code,
         build_dataset({"dataset_name": "broken_set.make"}, "train", 0)
     assert "data.train.dataset_name" in str(caught.value)
     sys.modules.pop("broken_set", None)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"input": "a", "output": null}', "output is None; wanted an answer"),
+        ('{"input": "a", "output": [1]}', r"output is \[1\]; wanted an answer"),
+        ('{"input": "a", "output": " "}', "output is ' '; wanted an answer"),
+        ('{"input": "", "output": "1"}', "input is ''; wanted a question"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_a_line_that_cannot_be_scored_is_refused(tmp_path, line, message):
+    """A null answer became the text None, and no response could ever be right."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(UserError, match=rf"a.jsonl:1.* {message}"):
+        build_dataset({"dataset_name": "ResponseDataset", "data_path": str(path)}, "train", 0)
+
+
+def test_a_text_may_hold_any_line_separator_of_unicode(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"input": "a\u2028b\x85c", "output": 1}\r\n', encoding="utf-8", newline="")
+    (problem,) = build_dataset({"dataset_name": "ResponseDataset", "data_path": str(path)}, "train", 0)
+    assert problem.prompt == "a\u2028b\x85c" and problem.answer == "1"

@@ -174,3 +174,28 @@ def test_a_dry_run_loads_copies_and_shows_what_a_prompt_becomes(tmp_path, capsys
     assert "train set DAPOMath17K: 200 problems" in shown and "validation set DAPOMathAIME2024: 30 problems" in shown
     assert "<｜User｜>Solve it. The last line of your response should be of the form Answer: $Answer." in shown
     assert "<｜Assistant｜></think>" in shown and "were not checked" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is empty; give"), ("\n \n", "is empty; give"), ('{"prompt": \n', "JSON parse error")],
+)
+def test_a_file_without_records_says_so(tmp_path, text, message):
+    """The library's own words were StopIteration, and that an error occurred."""
+    path = tmp_path / "set.jsonl"
+    path.write_text(text)
+    section = {"dataset_name": "DAPOMath17K", "data_path": str(path), "download_dir": str(tmp_path / "cache")}
+    with pytest.raises(UserError, match=message):
+        build_dataset(section, "train", 0)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "saved"])
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [({"split": "test"}, "split is 'test', but data_path .* holds one set"), ({"subset": "en"}, "subset is 'en', but")],
+)
+def test_a_choice_that_a_copy_does_not_offer_is_refused(load, tmp_path, kind, section, message):
+    load(RECORDS, kind)
+    section = {"dataset_name": "DAPOMath17K", "data_path": str(tmp_path / f"set.{kind}"), **section}
+    with pytest.raises(UserError, match=message):
+        build_dataset(section, "train", 0)

@@ -1,13 +1,14 @@
 """Several runs beside each other."""
 
 import json
+from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 
 from nemo_rl_dsv4.cli.main import main
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.utils.compare import step_seconds, summarize_run, training_records
+from nemo_rl_dsv4.utils.compare import MAX_RUNS, step_seconds, summarize_run, training_records
 from nemo_rl_dsv4.utils.metrics_file import append_step
 
 
@@ -80,3 +81,21 @@ def test_bad_input(tmp_path, capsys) -> None:
     assert main(["plot", str(tmp_path), "--out", "x.png"]) == 2
     assert "--out x.png is for several runs" in capsys.readouterr().err
     assert main(["plot", str(tmp_path), str(tmp_path)]) == 2
+
+
+def test_what_would_be_drawn_wrongly_is_refused_before_anything_is_written(tmp_path, capsys) -> None:
+    """The same run twice lost a column, a ninth run its line, and --out replaced a metrics.jsonl by a picture."""
+    folders = [str(tmp_path / f"exp_{number}") for number in range(MAX_RUNS + 1)]
+    for folder in folders:
+        write(Path(folder), RECORDS[:3])
+    metrics, before = f"{folders[0]}/metrics.jsonl", Path(folders[0], "metrics.jsonl").read_bytes()
+    two, png = folders[:2], str(tmp_path / "x.png")
+    for words, message in (
+        ([folders[0], f"{folders[0]}/", "--out", png], "is the same run as"),
+        ([*folders, "--out", png], f"one picture holds at most {MAX_RUNS}"),
+        ([*two, "--out", metrics], "wanted a file whose name ends in .png"),
+        ([*two, "--out", ""], "wanted a file whose name ends in .png"),
+    ):
+        assert main(["plot", *words]) == 2
+        assert message in capsys.readouterr().err
+    assert Path(metrics).read_bytes() == before and not Path(png).exists()
