@@ -5,7 +5,9 @@ Runs in vLLM's own environment (see docs/rollout.md): nothing here imports AutoM
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import logging
 import os
 from collections.abc import Mapping
@@ -59,6 +61,19 @@ def require_vllm() -> str:
     return vllm.__version__
 
 
+def _require_known(own: Mapping[str, Any]) -> None:
+    """The recipe's own arguments are arguments of the installed vLLM."""
+    vllm = _vllm()
+    known = {*inspect.signature(vllm.LLM).parameters, *inspect.signature(vllm.EngineArgs).parameters}
+    for name in own:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(
+                f"policy.generation.vllm_kwargs.{name} is no argument of vLLM {vllm.__version__}: drop it{hint}"
+            )
+
+
 class VllmEngine:
     """Starts the engine; the weights are those of `spec.model` until the first refit.
 
@@ -66,7 +81,8 @@ class VllmEngine:
         spec: settings; checked against its profile before anything starts.
 
     Raises:
-        UserError: settings that contradict the profile, no usable vLLM, or an engine that says it computes otherwise.
+        UserError: settings that contradict the profile, no usable vLLM, an argument that it does not have, or an engine
+            that says it computes otherwise.
     """
 
     def __init__(self, spec: VllmSpec) -> None:
@@ -80,6 +96,7 @@ class VllmEngine:
         # The engine's loop runs in this process; several tensor-parallel workers are its children.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self.version = require_vllm()
+        _require_known(spec.engine_arguments)
         self.llm = _vllm().LLM(**arguments)
         self._refit_prepared = False
         findings = engine_findings(self.describe(), self.profile)

@@ -76,11 +76,18 @@ class FakeLLM:
         return SimpleNamespace(prompt_token_ids=prompt, outputs=[result], prompt_logprobs=prompt_logprobs)
 
 
+@dataclass
+class EngineArguments:
+    model: str
+    max_num_batched_tokens: int = 1
+
+
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("vllm")
     module.__version__ = "0.26.0"  # type: ignore[attr-defined]
     module.LLM, module.SamplingParams = FakeLLM, Requested  # type: ignore[attr-defined]
+    module.EngineArgs = EngineArguments  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module)
     for name in ("VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"):
         monkeypatch.setenv(name, "unset before the engine starts")
@@ -134,6 +141,12 @@ def test_an_engine_that_computes_otherwise_is_refused(vllm, monkeypatch: pytest.
     monkeypatch.setattr(FakeLLM, "environment_override", {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
     with pytest.raises(UserError, match="does not compute what profile vllm-hopper says.*VLLM_USE_DEEP_GEMM_E8M0"):
         engine()
+
+
+def test_an_argument_that_vllm_does_not_have_is_named_before_weights_are_read(vllm) -> None:
+    with pytest.raises(UserError, match=r"vllm_kwargs.max_num_batch_tokens is no argument of vLLM 0.26.0.*batched_tok"):
+        engine(engine_arguments={"max_num_batch_tokens": 1})
+    assert engine(engine_arguments={"max_num_batched_tokens": 1}).version == "0.26.0"
 
 
 def test_versions_of_vllm(vllm) -> None:
