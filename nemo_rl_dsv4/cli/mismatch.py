@@ -7,7 +7,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -177,7 +177,10 @@ def _prompts(
     if options.random_prompts is None:
         if options.rollout is None and len(validation) < options.prompts:
             raise UserError(f"--prompts is {options.prompts}; data.validation has {len(validation)}")
-        return [list(prompt.token_ids) for prompt in validation[: options.prompts]]
+        prompts = [list(prompt.token_ids) for prompt in validation[: options.prompts]]
+        if options.rollout is None:
+            _check_vocabulary("data.validation with policy.tokenizer", max(map(max, prompts)), model.hf_config)
+        return prompts
     low, high = _lengths(options.random_prompts)
     longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
     if high > longest:
@@ -189,6 +192,16 @@ def _prompts(
     lengths = torch.randint(low, high + 1, (options.prompts,), generator=generator).tolist()
     vocabulary = int(model.hf_config["vocab_size"])
     return [torch.randint(2, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _check_vocabulary(where: str, largest: int, hf_config: Mapping[str, Any]) -> None:
+    """Token ids are rows of the checkpoint's embedding."""
+    size = int(hf_config["vocab_size"])
+    if largest >= size:
+        raise UserError(
+            f"{where} has token id {largest}, but the checkpoint's vocab_size is {size}: it is another model's; give "
+            "the checkpoint and the tokenizer that belong together"
+        )
 
 
 def _on_this_machine(config: MasterConfig) -> tuple[MasterConfig, str]:
@@ -231,6 +244,7 @@ def _sampled_before(options: argparse.Namespace, model: Any, folder: Path) -> An
             raise UserError(
                 f"{options.rollout}: sampled with {name} {rollout.engine.get(name)!r}; this command says {wanted!r}"
             )
+    _check_vocabulary(str(options.rollout), int(rollout.tensors["input_ids"].max()), model.hf_config)
     return rollout
 
 

@@ -1,10 +1,16 @@
 """The mismatch command's verdict: what counts as agreed, and which limits make sense."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from nemo_rl_dsv4.cli.main import main
-from nemo_rl_dsv4.cli.mismatch import _too_far
+from nemo_rl_dsv4.cli.mismatch import _check_vocabulary, _sampled_before, _too_far
+from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.mismatch.measure import Estimate, Mismatch
+from nemo_rl_dsv4.mismatch.rollout_file import Rollout
 from nemo_rl_dsv4.mismatch.study import EVERYTHING, Study, Variant
 
 NAN, INF = float("nan"), float("inf")
@@ -55,3 +61,24 @@ def test_bad_words_are_refused_before_anything_is_computed(words, message, capsy
     """The recipe is not there: whatever comes before it is refused first, not after minutes of sampling."""
     assert main(["mismatch", "--config", "nowhere.yaml", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_rollout_of_another_vocabulary_is_refused(tmp_path) -> None:
+    """Its ids were looked up all the same: a traceback from inside the model."""
+    tensors = {
+        "input_ids": torch.tensor([[1, 2, 700]]),
+        "prompt_lengths": torch.tensor([1]),
+        "lengths": torch.tensor([3]),
+        "logprobs": torch.full((1, 3), -1.0),
+        "prompt": torch.tensor([0]),
+    }
+    facts = {"profile": "vllm-hopper", "precision": "float32", "noise": 0.0, "checkpoint": "model"}
+    Rollout(tensors, facts).save(tmp_path / "rollout")
+    options = SimpleNamespace(rollout=tmp_path / "rollout", noise=0.0)
+    model = SimpleNamespace(profile="vllm-hopper", precision="float32", hf_config={"vocab_size": 700})
+    with pytest.raises(UserError, match="rollout has token id 700, but the checkpoint's vocab_size is 700"):
+        _sampled_before(options, model, Path("model"))  # pyright: ignore[reportArgumentType]
+    model.hf_config["vocab_size"] = 701
+    assert _sampled_before(options, model, Path("model")) is not None  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match="data.validation has token id 9, but"):
+        _check_vocabulary("data.validation", 9, {"vocab_size": 9})
