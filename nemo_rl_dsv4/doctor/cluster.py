@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ def connected(address: str, environment: dict[str, str]) -> Iterator[None]:
         UserError: no cluster answers there.
     """
     try:
+        _require_listener(address)
         ray.init(
             address=address,
             namespace="nemo-rl-dsv4-doctor",
@@ -42,7 +44,7 @@ def connected(address: str, environment: dict[str, str]) -> Iterator[None]:
             logging_level=logging.ERROR,
             runtime_env={"env_vars": environment},
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"--address {address}: no Ray cluster answers ({reason}); start one (scripts/slurm/ray_cluster.sbatch, "
@@ -52,6 +54,14 @@ def connected(address: str, environment: dict[str, str]) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Raises OSError where nothing listens at host:port: Ray itself would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdecimal():
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=10):
+            pass
 
 
 def examine_cluster(

@@ -279,3 +279,9 @@ def test_every_node_of_a_ray_cluster(monkeypatch, tmp_path, capsys):
     assert checks.count(("clock", "ok")) == 2 and ("shared cache", "ok") in checks
     assert ("equal on all nodes", "ok") in checks
     assert not list(tmp_path.glob(".nemo-rl-dsv4-doctor-*"))
+
+
+def test_an_address_where_nothing_listens_is_one_line_at_once(capsys):
+    """Ray tried for minutes."""
+    assert main(["doctor", "--address", "127.0.0.1:1"]) == 2
+    assert "--address 127.0.0.1:1: no Ray cluster answers" in capsys.readouterr().err
