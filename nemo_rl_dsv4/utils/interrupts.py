@@ -97,18 +97,19 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _end_in_time(reader: int, seconds: float) -> None:
-    """Wait for the first SIGINT or SIGTERM, then for the process to end; end it if it does not."""
-    while True:
-        numbers = os.read(reader, 64)
-        if not numbers:  # the writing end is closed: the command is over
-            os.close(reader)
-            return
-        if signal.SIGINT in numbers or signal.SIGTERM in numbers:
-            break
-    waiter = threading.Timer(seconds, end_now)
-    waiter.daemon = True
-    waiter.start()
-    while os.read(reader, 64):
-        pass
-    waiter.cancel()
+    """Wait for the first SIGINT or SIGTERM, then for the process to end; end it if it does not, or at the second.
+
+    The main thread's handler sees the second one too, but only once the call that it has just entered returns.
+    """
+    seen, waiter = 0, None
+    while numbers := os.read(reader, 64):  # empty once the writing end is closed: the command is over
+        seen += sum(number in (signal.SIGINT, signal.SIGTERM) for number in numbers)
+        if seen > 1:
+            end_now()
+        if seen and waiter is None:
+            waiter = threading.Timer(seconds, end_now)
+            waiter.daemon = True
+            waiter.start()
+    if waiter is not None:
+        waiter.cancel()
     os.close(reader)
