@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from nemo_rl_dsv4.config import load_config, validate
+from nemo_rl_dsv4.config import validate
 from nemo_rl_dsv4.config.rules_of_run import check_writable
 from nemo_rl_dsv4.config.runs_here import missing_here, not_implemented
 from nemo_rl_dsv4.errors import UserError
@@ -299,31 +299,6 @@ REFUSED = {
 }
 
 
-SIZES = [
-    "grpo.num_prompts_per_step=16",
-    "grpo.num_generations_per_prompt=8",
-    "policy.train_global_batch_size=128",
-    "policy.max_total_sequence_length=256",
-    "policy.generation.max_new_tokens=24",
-    "policy.generation.reference_cfg.num_workers=1",
-    "policy.dsv4.tiny.max_position_embeddings=1024",
-    "data.max_input_seq_length=232",
-    "policy.dsv4.cpu_processes=1",
-    "policy.dtensor_cfg.dp_replicate_size=1",
-    "policy.dsv4.tiny.n_routed_experts=8",
-    "loss_fn.force_on_policy_ratio=false",
-    "loss_fn.use_importance_sampling_correction=true",
-    "loss_fn.truncated_importance_sampling_type=tis",
-]
-"""What the cases below count on, whatever the recipe is tuned to."""
-
-
-@pytest.fixture
-def recipe(tiny, tmp_path):
-    places = [f"logger.log_dir={tmp_path}/logs", f"checkpointing.checkpoint_dir={tmp_path}/ckpt", "runtime=embedded"]
-    return lambda overrides: load_config(tiny, [*SIZES, *places, *overrides])
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_combination_that_cannot_work_is_refused(recipe, case, monkeypatch):
     overrides, message = REFUSED[case]
@@ -485,72 +460,3 @@ def test_a_dry_run_says_what_grpo_train_does_not_do(recipe, overrides, message):
     assert not_implemented(recipe([]), "nemo_rl") == []
     (line,) = not_implemented(recipe(overrides), "nemo_rl")
     assert re.search(message, line)
-
-
-OWN_GPUS = (
-    "cluster.gpus_per_node=16",
-    "policy.generation.colocated.enabled=false",
-    "policy.generation.colocated.resources.gpus_per_node=8",
-)
-POOL = "+policy.generation.vllm_kwargs.kv_cache_memory_bytes=1000000000"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([*GPU, "policy.dsv4.engine_sleep=true"], "vllm_kwargs.kv_cache_memory_bytes is not set"),
-        (
-            [*GPU, *OWN_GPUS, "policy.dsv4.engine_sleep=true", POOL],
-            "only vLLM engines that share the policy's GPUs sleep",
-        ),
-        (["policy.dsv4.engine_sleep=true"], "policy.generation.backend is reference"),
-        *(
-            (
-                [*GPU, *sleep, f"{POOL.partition('=')[0]}={pool}"],
-                f"kv_cache_memory_bytes is {shown}; wanted a whole number",
-            )
-            for sleep in ([], ["policy.dsv4.engine_sleep=true"])
-            for pool, shown in (("abc", "'abc'"), ("-5", "-5"), ("0", "0"), ("true", "True"), ("1e9", "1000000000.0"))
-        ),
-    ],
-)
-def test_engines_sleep_only_where_they_can(recipe, overrides, message):
-    with pytest.raises(UserError, match=message):
-        validate(recipe(overrides), runs_here=False)
-    validate(recipe([*GPU, "policy.dsv4.engine_sleep=true", POOL]), runs_here=False)
-
-
-def test_cuda_ipc_to_engines_on_other_gpus_is_refused_before_the_run(recipe) -> None:
-    """It was refused by the first refit, after the model and the engines had started."""
-    with pytest.raises(UserError, match="transport is cuda_ipc, but policy.generation.colocated.enabled is false"):
-        validate(recipe([*GPU, *OWN_GPUS, "policy.dsv4.refit.transport=cuda_ipc"]), runs_here=False)
-    validate(recipe([*GPU, "policy.dsv4.refit.transport=cuda_ipc"]), runs_here=False)
-
-
-AHEAD = "grpo.async_grpo.enabled=true"
-CORRECTED = "loss_fn.use_importance_sampling_correction=true"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([AHEAD, "loss_fn.use_importance_sampling_correction=false"], "use_importance_sampling_correction is false"),
-        ([AHEAD, CORRECTED, "grpo.async_grpo.in_flight_weight_updates=true"], "in_flight_weight_updates is true"),
-        ([*GPU, AHEAD, CORRECTED, "policy.dsv4.engine_sleep=true", POOL], "cannot sleep meanwhile"),
-    ],
-)
-def test_rolling_out_ahead_needs_the_correction_and_awake_engines(recipe, overrides, message):
-    with pytest.raises(UserError, match=message):
-        validate(recipe(overrides), runs_here=False)
-    validate(recipe([AHEAD, CORRECTED]), runs_here=False)
-
-
-@pytest.mark.parametrize(("hidden_size", "multiple"), [(1024, 2048), (3072, 2048), (4608, 1024)])
-def test_a_width_that_vllm_leaves_partly_unwritten_is_refused(recipe, hidden_size, multiple):
-    """Decoding of fewer than 8 sequences read memory nobody wrote at width 1024: wrong logprobs, then NaN."""
-    with pytest.raises(
-        UserError, match=f"is {hidden_size}; vLLM's hyper-connection kernel needs a multiple of {multiple}"
-    ):
-        validate(recipe([*GPU, f"policy.dsv4.tiny.hidden_size={hidden_size}"]), runs_here=False)
-    for fits in (2048, 4096, 7168):
-        validate(recipe([*GPU, f"policy.dsv4.tiny.hidden_size={fits}"]), runs_here=False)
