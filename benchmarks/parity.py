@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import re
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_any, tree_map
 
 from nemo_rl_dsv4.grpo.loss import ClippedPGLoss
 from nemo_rl_dsv4.grpo.settings import LossSettings
@@ -119,14 +120,31 @@ class Float64Arithmetic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        plain = not any(issubclass(kind, DTensor) for kind in types)
-        name = func._schema.name.removeprefix("aten::")
-        in_float32 = tree_any(lambda value: isinstance(value, torch.Tensor) and value.dtype == torch.float32, args)
-        if not (plain and in_float32 and name in self.INEXACT):
+        name = _operator_name(func)
+        if name not in self.INEXACT or any(issubclass(kind, DTensor) for kind in types):
             return func(*args, **kwargs)
-        wide_args, wide_kwargs = tree_map(_widened, (args, kwargs))
-        result = tree_map(_narrowed, func(*wide_args, **wide_kwargs))
-        return args[0].copy_(result) if name.endswith("_") else result
+        wide_args = _each(_widened, args)
+        if all(wide is arg for wide, arg in zip(wide_args, args, strict=True)):
+            return func(*args, **kwargs)
+        result = func(*wide_args, **{key: _widened(value) for key, value in kwargs.items()})
+        if name.endswith("_"):
+            return args[0].copy_(_narrowed(result))
+        return _each(_narrowed, result) if isinstance(result, tuple) else _narrowed(result)
+
+
+@functools.cache
+def _operator_name(func: Any) -> str:
+    return func._schema.name.removeprefix("aten::")
+
+
+def _each(change: Callable[[Any], Any], values: Any) -> tuple[Any, ...]:
+    """`change` of every value; of a list, such as the indices of `index_put`, only if it changes one."""
+    return tuple(_in_list(change, value) if isinstance(value, list) else change(value) for value in values)
+
+
+def _in_list(change: Callable[[Any], Any], values: list[Any]) -> list[Any]:
+    changed = [change(value) for value in values]
+    return values if all(new is old for new, old in zip(changed, values, strict=True)) else changed
 
 
 def _widened(value: Any) -> Any:
@@ -315,7 +333,7 @@ def run(sizes: list[str], variants: list[str]):
     """Yield (size, variant, errors). All worlds are forked from one server that has imported the libraries."""
     automodel_config(CONFIG)
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([__name__ if __name__ != "__main__" else "nemo_rl_dsv4.policy.spec"])
+    context.set_forkserver_preload(["nemo_rl_dsv4.policy.spec", "nemo_rl_dsv4.grpo.loss", "nemo_rl_dsv4.refit.export"])
     with tempfile.TemporaryDirectory() as folder:
         worlds: dict[int, list[tuple[str, str]]] = {
             1: [("one", variant) for variant in variants if variant != "packed"]

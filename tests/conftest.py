@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from typing import Any
 
 # As in the CPU workers: AutoModel compiles small functions, which costs more on a CPU than it saves, and contended
 # threads are slow. A test that wants the compiler takes the variable away.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests start dozens of Python processes. Where the environment forbids bytecode, as container images do, each of them
+# would compile the sources of torch and of all other libraries again, which takes longer than most tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
+
+sys.dont_write_bytecode = False
 
 TINY_CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],

@@ -6,7 +6,9 @@ FP32 on gloo. One group of two processes is rebuilt for every layout: importing 
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import ray
@@ -25,7 +27,7 @@ from nemo_rl_dsv4.policy.spec import PolicySpec
 from nemo_rl_dsv4.routes import RouterMode
 
 pytestmark = pytest.mark.slow
-STEPS = 3
+STEPS = 2
 ROWS = 8
 
 
@@ -76,7 +78,7 @@ def rollouts():
 
 
 def losses_after(group, data, settings):
-    """Losses, gradient norms and final weights of three steps."""
+    """Losses and gradient norms of two steps, the second of updated weights, and the final weights."""
     data = dict(data)
     data["generation_logprobs"] = group.get_logprobs(data)["logprobs"]
     data["prev_logprobs"] = data["generation_logprobs"]
@@ -114,8 +116,7 @@ def test_two_processes_equal_one(groups, checkpoint, one_process, layout):
     torch.testing.assert_close(found["grad_norm"], one_process["grad_norm"], rtol=1e-4, atol=0)
     assert found["weights"].keys() == one_process["weights"].keys()
     for name, value in one_process["weights"].items():
-        # Three AdamW steps of 1e-4 move a weight by up to 3e-4, whatever its gradient's size; 1e-9 of noise can flip
-        # one.
+        # A first AdamW step moves a weight by 1e-4, whatever its gradient's size; 1e-9 of noise can flip one.
         torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=3e-4, msg=name)
         if value.is_floating_point():
             assert (found["weights"][name] - value).abs().mean() < 1e-5, name
@@ -147,7 +148,9 @@ def mean_difference(group, out):
 
 def test_rollout_agrees_with_a_rounding_trainer_through_a_refit(groups, checkpoint, config_once):
     """The whole refit path of two ranks: gather, export, wire, two engines; then train and refit again."""
-    groups[2].build(spec(checkpoint, ParallelSizes(2, ep=2), qat=True), global_batch_size=ROWS)
+    settings = spec(checkpoint, ParallelSizes(2, ep=2), qat=True)
+    quick = {"name": "torch.optim.AdamW", "kwargs": {"lr": 4e-4}}
+    groups[2].build(replace(settings, optimizer=quick), global_batch_size=ROWS)
     generation = ReferenceGeneration(SamplingParams(12, stop_token_ids=(1,)), pad_id=1, num_workers=2)
     generation.build(ReferenceSpec(config_once, "vllm-hopper"))
     prompts = {
@@ -162,53 +165,52 @@ def test_rollout_agrees_with_a_rounding_trainer_through_a_refit(groups, checkpoi
         aligned.append(mean_difference(groups[2], out))
         data = rollouts()
         data["generation_logprobs"] = data["prev_logprobs"] = groups[2].get_logprobs(data)["logprobs"]
-        for _ in range(5):
-            groups[2].train(data, ClippedPGLoss(SETTINGS))
+        groups[2].train(data, ClippedPGLoss(SETTINGS))
         stale.append(mean_difference(groups[2], out))
-    # Measured 4e-3: single FP8 codes flip, and random weights amplify it. Old weights must be plainly worse.
+    # Measured 3e-7 and 0.24 (2026-11-30); where a single FP8 code flips, random weights amplify it to 9e-3.
     assert max(aligned) < 1e-2 and min(stale) > 5 * max(aligned), (aligned, stale)
     generation.shutdown()
 
 
 LAYOUTS = {
-    "one": ParallelSizes(1),
     "dp2": ParallelSizes(2),
-    "dp2ep2": ParallelSizes(2, ep=2),
+    "one": ParallelSizes(1),
     "cp2ep2": ParallelSizes(2, cp=2, ep=2),
+    "dp2ep2": ParallelSizes(2, ep=2),
 }
 
 
-@pytest.mark.parametrize(
-    ("saved", "restored"),
-    [("dp2", "one"), ("one", "cp2ep2"), ("dp2ep2", "cp2ep2")],
-    ids=lambda layout: layout,
-)
-def test_a_checkpoint_restores_at_another_layout(groups, checkpoint, tmp_path, saved, restored):
+def test_a_checkpoint_restores_at_another_layout(groups, checkpoint, tmp_path):
     """Weights come back bit by bit whatever the sizes; the next step is the uninterrupted run's to 1e-6.
 
-    Training goes on while the files are written: the state was copied first.
+    Each layout goes on from the checkpoint of the one before it. Training goes on while the files are written: the
+    state was copied first.
     """
-    first, second = groups[LAYOUTS[saved].world], groups[LAYOUTS[restored].world]
-    first.build(spec(checkpoint, LAYOUTS[saved], qat=False), global_batch_size=ROWS)
     data = rollouts()
-    data["generation_logprobs"] = data["prev_logprobs"] = first.get_logprobs(data)["logprobs"]
     loss = ClippedPGLoss(SETTINGS)
-    first.train(data, loss)
-    weights = first.full_state_dict()
-    finish = first.save_checkpoint(tmp_path / "saved")
-    expected = first.train(data, loss)
-    digests = finish()
-    assert digests.keys() == {path.name for path in (tmp_path / "saved").iterdir() if path.is_file()}
-    assert {f"rng_rank_{rank}.json" for rank in range(LAYOUTS[saved].world)} <= digests.keys()
-
-    second.build(spec(checkpoint, LAYOUTS[restored], qat=False), global_batch_size=ROWS)
-    second.load_checkpoint(tmp_path / "saved")
-    for name, value in second.full_state_dict().items():
-        assert torch.equal(value, weights[name]), name
-    found = second.train(data, loss)
-    torch.testing.assert_close(found["loss"], expected["loss"], rtol=0, atol=1e-6)
-    torch.testing.assert_close(found["grad_norm"], expected["grad_norm"], rtol=1e-5, atol=0)
-    assert found["lr"] == expected["lr"]
+    weights = expected = None
+    for name, sizes in LAYOUTS.items():
+        group = groups[sizes.world]
+        group.build(spec(checkpoint, sizes, qat=False), global_batch_size=ROWS)
+        if expected is None:
+            data["generation_logprobs"] = data["prev_logprobs"] = group.get_logprobs(data)["logprobs"]
+            group.train(data, loss)
+        else:
+            group.load_checkpoint(tmp_path / "saved")
+            for key, value in group.full_state_dict().items():
+                assert torch.equal(value, weights[key]), (name, key)
+            found = group.train(data, loss)
+            message = partial("{}: {}".format, name)
+            torch.testing.assert_close(found["loss"], expected["loss"], rtol=0, atol=1e-6, msg=message)
+            torch.testing.assert_close(found["grad_norm"], expected["grad_norm"], rtol=1e-5, atol=0, msg=message)
+            assert found["lr"] == expected["lr"]
+        shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+        weights = group.full_state_dict()
+        finish = group.save_checkpoint(tmp_path / "saved")
+        expected = group.train(data, loss)
+        digests = finish()
+        assert digests.keys() == {path.name for path in (tmp_path / "saved").iterdir() if path.is_file()}
+        assert {f"rng_rank_{rank}.json" for rank in range(sizes.world)} <= digests.keys()
 
 
 def replayed_step(group, data):
