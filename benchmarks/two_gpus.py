@@ -9,12 +9,14 @@ each gradient (|g - g1| / |g1|, largest and median over parameters) and the byte
 
 Variants: `float32` rounds nothing (dense attention), so that what remains is the order of additions. `qat` is what the
 mini recipes run: BF16 over float32 master weights, every rounding site on, `attn: tilelang`, `experts: torch_mm`. There
-a last-bit difference moves a value to the next FP8 code, in whatever order the same machine adds. So `qat` has a row
-`one, rows rotated`: one GPU against itself, with other rows beside each other in a micro-batch. A layout that computes
-the same differs by about as much.
+a last-bit difference moves a value to the next FP8 code, in whatever order the same machine adds. So `qat` has rows of
+one GPU against itself: `one, rows rotated` with other rows beside each other in a micro-batch, and `one, half
+micro-batches`, whose matrix products have other shapes and so other orders of additions, as those of cp2ep2 have. A
+layout that computes the same differs by about as much as the latter.
 
 Speed, of `qat`: median seconds of a step of one GPU and of two, with the same batch (strong scaling) and with twice the
-sequences (weak scaling). Efficiency is tokens a second over twice those of one GPU.
+sequences (weak scaling). A pass has as many tokens on each GPU in every layout: under context parallelism it takes
+twice as many sequences. Efficiency is tokens a second over twice those of one GPU.
 
 One GPU and each layout are processes of their own. They check parity beside each other (most of the time is compiling
 kernels, which are few: every sequence has one length) and then measure speed one after the other.
@@ -58,7 +60,7 @@ from nemo_rl_dsv4.policy.worker import PolicyWorker
 from nemo_rl_dsv4.refit.export import export_weights
 
 LAYOUTS = ("dp2ep2", "cp2ep2")
-ONE, ROTATED = "one", "one, rows rotated"
+ONE, ROTATED, HALVED = "one", "one, rows rotated", "one, half micro-batches"
 PROFILE = "vllm-hopper"
 Found = dict[str, Any]
 
@@ -122,7 +124,7 @@ def weights_of(model: torch.nn.Module, experts: int) -> None:
     for index, (name, value) in enumerate(sorted(model.state_dict().items())):
         generator = torch.Generator(value.device).manual_seed(index)
         if not value.is_floating_point():
-            value.copy_(torch.randint(0, experts, value.shape, generator=generator, device=value.device))
+            value.copy_(vllm_refit.hash_table(value.shape, experts, generator))
             continue
         drawn = torch.randn(value.shape, generator=generator, device=value.device)
         is_gain = "norm" in name or name.endswith("scale")
@@ -286,13 +288,17 @@ def run_rank(rank: int, world: int, folder: str, layout: str, turns: list[str], 
         if layout == ONE and variant == "qat":
             again = numbers(build(setting, sizes, variant), setting, sizes, rank, rotated=True)
             leave(here, f"parity-{variant}-{ROTATED}", again, rank)
+            halved = replace(setting, micro_batch=max(1, setting.micro_batch // 2))
+            again = numbers(build(halved, sizes, variant), halved, sizes, rank)
+            leave(here, f"parity-{variant}-{HALVED}", again, rank)
             del again
         del found
         if setting.device == "cuda":
             torch.cuda.empty_cache()
     (here / f"checked-{layout}-{rank}").touch()
     if "speed" in parts:
-        worker = build(setting, sizes, "qat")
+        # As many tokens a pass on each GPU, whatever the layout: half the launches for half the sequence otherwise.
+        worker = build(replace(setting, micro_batch=setting.micro_batch * sizes.cp), sizes, "qat")
         worlds = {name: 1 if name == ONE else parity.parse_sizes(name).world for name in turns}
         names = [f"checked-{name}-{number}" for name in turns for number in range(worlds[name])]
         await_files(here, [*names, *(f"speed-qat-{name}.pt" for name in turns[: turns.index(layout)])])
@@ -345,7 +351,7 @@ def run(parts: list[str], layouts: list[str], setting: Setting) -> Iterator[Foun
         here = Path(folder)
         for variant in variants_of("parity") if "parity" in parts else ():
             base = result(here, f"parity-{variant}-{ONE}", started)
-            for layout in ([ROTATED] if variant == "qat" else []) + layouts:
+            for layout in ([ROTATED, HALVED] if variant == "qat" else []) + layouts:
                 found = result(here, f"parity-{variant}-{layout}", started)
                 yield {"part": "parity", "variant": variant, "layout": layout, **compare(found, base)}
         if "speed" in parts:

@@ -111,6 +111,12 @@ BUCKET_BYTES = 64 << 20
 EXTENSION = "nemo_rl_dsv4.refit.vllm_extension.RefitWorkerExtension"
 
 
+def hash_table(shape: torch.Size | tuple[int, ...], experts: int, generator: torch.Generator) -> torch.Tensor:
+    """Random int64 [vocabulary, top_k] on the generator's device; a token's experts differ, as a router's do."""
+    drawn = torch.rand(shape[0], experts, generator=generator, device=generator.device)
+    return drawn.argsort(dim=1)[:, : shape[1]]
+
+
 def training_weights(version: int) -> dict[str, torch.Tensor]:
     """BF16 weights under AutoModel's names; each version changes every tensor but the hash tables."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,7 +126,7 @@ def training_weights(version: int) -> dict[str, torch.Tensor]:
     for name, shape in expected_tensors(CONFIG).items():
         kind, slot = tensor_kind(name), AUTOMODEL.slot(name)
         if kind == "integer":
-            value = torch.randint(0, CONFIG["n_routed_experts"], shape, generator=base, device=device)
+            value = hash_table(shape, CONFIG["n_routed_experts"], base)
         else:
             value = torch.randn(shape, generator=generator, device=device)
             if "norm" in name or name.endswith("_scale"):

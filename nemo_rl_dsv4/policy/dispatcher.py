@@ -230,3 +230,33 @@ def permute_without_transformer_engine(model: torch.nn.Module) -> int:
     if changed:
         log.info("%d expert layers sort dispatched tokens with torch: TransformerEngine is not installed", changed)
     return changed
+
+
+def check_hash_tables(model: torch.nn.Module, dispatcher: str) -> None:
+    """Refuse hash tables that name an expert twice for one token, where tokens are dispatched by a library.
+
+    DeepEP and UCCL-EP count such a token twice and AutoModel sorts it once, so the products of the experts behind it
+    would read rows that are not there: a device-side assertion in the first forward pass.
+
+    Args:
+        model: with its weights.
+        dispatcher: `backend.dispatcher`.
+
+    Raises:
+        UserError: such a table; the first token is named.
+    """
+    if dispatcher == "torch":
+        return
+    for name, module in model.named_modules():
+        table = getattr(module, "tid2eid", None)
+        if not isinstance(table, torch.Tensor):
+            continue
+        ordered = table.sort(dim=-1).values
+        twice = (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
+        if bool(twice.any()):
+            token = int(twice.nonzero()[0])
+            raise UserError(
+                f"{name}.tid2eid sends token {token} to experts {table[token].tolist()}, one of them twice "
+                f"({int(twice.sum())} tokens of {len(table)}); {KEY} {dispatcher} cannot dispatch that: give each "
+                "token different experts, or use torch"
+            )

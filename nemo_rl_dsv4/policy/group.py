@@ -67,7 +67,16 @@ class PolicyActor:
         self.spec = spec
         self.worker = build_worker(spec, None if board is None else reporter(board))
         self.sender = WeightSender(torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu"))
+        self.release_memory()  # of loading, and of the model that was here before
         return self.worker.rounding.summary()
+
+    def release_memory(self) -> None:
+        """Give GPU memory that no tensor uses back to the device, where a rollout engine may need it.
+
+        PyTorch keeps what a pass has freed for the next one, and other processes cannot have it meanwhile.
+        """
+        if self.spec.device == "cuda":
+            torch.cuda.empty_cache()
 
     def install_report(self) -> dict[str, Any]:
         """What was installed on the model, module by module, as JSON values."""
@@ -315,10 +324,12 @@ class PolicyGroup:
         return get([actor.full_state_dict.remote() for actor in self.actors])[0]
 
     def prepare_for_training(self) -> None:
-        """Nothing to wake on a CPU."""
+        """Nothing to wake: weights and optimizer stay where they are."""
 
     def finish_training(self) -> None:
-        """Nothing to put to sleep on a CPU."""
+        """Leave the GPUs' unused memory to the rollout engines; on a CPU there is nothing to do."""
+        if self.device == "cuda":
+            get([actor.release_memory.remote() for actor in self.actors])
 
     def save_checkpoint(self, folder: Path) -> Callable[[], dict[str, str]]:
         """Copy weights, optimizer, schedule and random state on every rank, and begin to write them into `folder`.

@@ -21,7 +21,7 @@ from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.hf_config import read_config
 from nemo_rl_dsv4.model.official_names import tensor_kind
 from nemo_rl_dsv4.numerics import RolloutProfile, get_profile
-from nemo_rl_dsv4.policy.dispatcher import check_dispatcher
+from nemo_rl_dsv4.policy.dispatcher import check_dispatcher, check_hash_tables
 from nemo_rl_dsv4.policy.export_source import ExportSource
 from nemo_rl_dsv4.policy.packing import Packing
 from nemo_rl_dsv4.policy.parallel import ParallelSizes, create_meshes
@@ -214,7 +214,7 @@ def build_worker(spec: PolicySpec, on_load: OnLoad | None = None) -> PolicyWorke
         device=weights_device(spec) if spec.checkpoint is None else torch.device("meta"),
     )
     load = None if spec.checkpoint is None else partial(load_weights, spec=spec, hf_config=hf_config, on_load=on_load)
-    return PolicyWorker(
+    worker = PolicyWorker(
         model,
         create_meshes(spec.sizes),
         load=load,
@@ -237,3 +237,5 @@ def build_worker(spec: PolicySpec, on_load: OnLoad | None = None) -> PolicyWorke
         offload_optimizer_for_logprob=spec.offload_optimizer_for_logprob,
         fp8=spec.fp8,
     )
+    check_hash_tables(worker.model, str(spec.backend.get("dispatcher", "torch")))
+    return worker

@@ -128,6 +128,7 @@ class WeightSender:
             self._sender = None
             if self._device.type == "cuda":
                 torch.cuda.ipc_collect()
+                torch.cuda.empty_cache()  # an engine that wakes up takes its KV cache next
 
 
 def _all_ranks(good: bool) -> bool:

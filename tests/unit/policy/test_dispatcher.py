@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.policy.dispatcher import NVLINK_DOMAIN_VARIABLE, check_dispatcher, permute_without_transformer_engine
+from nemo_rl_dsv4.policy.dispatcher import (
+    NVLINK_DOMAIN_VARIABLE,
+    check_dispatcher,
+    check_hash_tables,
+    permute_without_transformer_engine,
+)
 
 SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 
@@ -191,3 +196,17 @@ def test_dispatched_tokens_are_sorted_without_transformer_engine(monkeypatch):
     assert probs.tolist() == [0.25, 2.0, 1.0, 0.75, 0.5, 0.5]
     restored = manager.combine(manager.get_restored_hidden_states_by_experts(sorted_x * probs.unsqueeze(-1)))
     assert torch.equal(restored, x * manager.token_probs.sum(-1, keepdim=True))
+
+
+def test_a_hash_table_that_names_an_expert_twice_is_refused_before_a_library_dispatches_it():
+    """Seen on two H200 with DeepEP: "expected offset to be less than tensor size", asserted on the device."""
+    gate = torch.nn.Module()
+    gate.tid2eid = torch.tensor([[0, 1, 2], [3, 1, 0], [2, 3, 2]])
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), gate)
+    check_hash_tables(model, "torch")  # each product is added, as often as the table says
+    with pytest.raises(
+        UserError, match=r"1\.tid2eid sends token 2 to experts \[2, 3, 2\].*1 tokens of 3.*deepep cannot"
+    ):
+        check_hash_tables(model, "deepep")
+    gate.tid2eid[2, 2] = 0
+    check_hash_tables(model, "deepep")
