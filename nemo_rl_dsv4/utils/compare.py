@@ -150,6 +150,6 @@ def _bars(axes: Axes, runs: Mapping[str, Sequence[Record]]) -> None:
         axes.barh(range(len(timed)), widths, left=left, color=color, label=name, height=0.6)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(timed)), list(runs), color=INK)
-    axes.invert_yaxis()
     if names:
-        axes.legend(fontsize=7.5, frameon=False, ncols=2, loc="lower right")
+        axes.set_ylim(len(timed) - 0.5 + 0.3 * len(timed), -0.5)  # room for the legend below the bars
+        axes.legend(fontsize=7.5, frameon=False, ncols=4, loc="lower center")
