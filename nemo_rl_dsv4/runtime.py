@@ -8,17 +8,21 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
-import ray
 import yaml
 
+from nemo_rl_dsv4.cluster import (
+    hosts_needed,
+    needed_programs,
+    policy_hosts,
+    ray_cluster,
+    shared_folders,
+)
 from nemo_rl_dsv4.config import MasterConfig, validate
 from nemo_rl_dsv4.config.prompts import dataset_section, make_datasets, make_prompts, make_tokenizer
 from nemo_rl_dsv4.config.runs_here import not_implemented
@@ -27,7 +31,7 @@ from nemo_rl_dsv4.data import Tokenizer
 from nemo_rl_dsv4.environments import MathEnvironment
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.group import ReferenceGeneration, ReferenceSpec
-from nemo_rl_dsv4.generation.vllm import VllmGeneration, detect_profile
+from nemo_rl_dsv4.generation.vllm import VllmGeneration
 from nemo_rl_dsv4.grpo.checkpointing import CheckpointStore
 from nemo_rl_dsv4.grpo.phases import Phases
 from nemo_rl_dsv4.grpo.settings import CheckpointSettings, TrainerSettings
@@ -42,18 +46,17 @@ from nemo_rl_dsv4.policy.spec import PolicySpec
 from nemo_rl_dsv4.rollout_engines import start_engines, vllm_spec
 from nemo_rl_dsv4.routes import RouterMode
 from nemo_rl_dsv4.utils.console import RunConsole, make_console, print_summary
+from nemo_rl_dsv4.utils.hosts import reserve
 from nemo_rl_dsv4.utils.metrics_file import read_steps
 from nemo_rl_dsv4.utils.progress import bytes_progress, progress
 from nemo_rl_dsv4.utils.run_folder import checkpoint_folder, recorded_config
 from nemo_rl_dsv4.utils.run_logger import RunLogger
 from nemo_rl_dsv4.utils.run_summary import summary_lines, whole_run_summary
+from nemo_rl_dsv4.utils.shared_files import check_programs, check_same_model, check_shared
 
 TINY = "tiny"
 INSTALL_FILE = "rounding.json"
 """Written to the run folder: every module of the policy, what rounds there, what does not and why."""
-RAY_OBJECT_STORE_BYTES = 256 * 1024**2
-RAY_START_SECONDS = 120
-"""Ray's own limit is 30 seconds, too few on a machine that is busy."""
 
 
 def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
@@ -141,11 +144,20 @@ def start_parts(
     Args:
         on_progress: called with the number of responses each time some are finished.
     """
-    config = with_profile(config)
-    group = PolicyGroup(config.world_size, device="cuda" if config.cluster.gpus_per_node else "cpu")
-    generation = start_engines(config, tokenizer, on_progress)
+    hosts = reserve(hosts_needed(config)).hosts
+    check_shared(shared_folders(config), hosts)
+    check_programs(needed_programs(config), hosts)
+    group = PolicyGroup(
+        config.world_size,
+        device="cuda" if config.cluster.gpus_per_node else "cpu",
+        hosts=policy_hosts(config, hosts),
+        environment=config.policy.dtensor_cfg.env_vars,
+    )
+    config = with_profile(config, group)
+    generation = start_engines(config, tokenizer, on_progress, hosts, group)
     checkpoint = resolve_checkpoint(config, tokenizer, train_set, group, console)
     check_vocabulary(config, tokenizer, checkpoint)
+    check_same_model(checkpoint, hosts)
     rounding = build_policy(config, checkpoint, group, console)
     with progress(console, "loading the rollout engine"):
         spec = reference_spec if config.policy.generation.backend == "reference" else vllm_spec
@@ -366,59 +378,12 @@ def reference_spec(config: MasterConfig, checkpoint: Path) -> ReferenceSpec:
     )
 
 
-def with_profile(config: MasterConfig) -> MasterConfig:
-    """The recipe with `policy.dsv4.rollout_profile: auto` replaced by the profile of the GPUs; needs a running Ray."""
+def with_profile(config: MasterConfig, group: PolicyGroup) -> MasterConfig:
+    """The recipe with `policy.dsv4.rollout_profile: auto` replaced by the profile of the policy's GPUs."""
     if config.policy.dsv4.rollout_profile != "auto":
         return config
-    dsv4 = config.policy.dsv4.model_copy(update={"rollout_profile": detect_profile()})
+    dsv4 = config.policy.dsv4.model_copy(update={"rollout_profile": group.profile()})
     return config.model_copy(update={"policy": config.policy.model_copy(update={"dsv4": dsv4})})
-
-
-@contextmanager
-def ray_cluster(config: MasterConfig, environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """A Ray of our own with a slot for every process of the recipe, or the one that `RAY_ADDRESS` names.
-
-    Args:
-        environment: further environment variables of every process.
-    """
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if environment:
-        options["runtime_env"] = {"env_vars": dict(environment)}
-    if not os.environ.get("RAY_ADDRESS"):
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 starves workers on a busy desktop
-        processes = config.world_size + config.policy.generation.reference_cfg.num_workers
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", str(RAY_START_SECONDS))
-        options |= {
-            "address": "local",  # else Ray joins whatever `ray start` left on this machine
-            "num_cpus": processes,
-            "num_gpus": config.world_size if config.cluster.gpus_per_node else 0,
-            "include_dashboard": False,
-            "object_store_memory": RAY_OBJECT_STORE_BYTES,
-        }
-    try:
-        start_ray(options)
-        yield
-    finally:
-        ray.shutdown()
-
-
-def start_ray(options: dict[str, Any]) -> None:
-    """`ray.init`, whose many kinds of failure become one line.
-
-    Raises:
-        UserError: Ray did not start, or the cluster at `RAY_ADDRESS` cannot be reached.
-    """
-    try:
-        ray.init(**options)
-    except Exception as error:  # a node that starts too slowly is a bare Exception
-        address = os.environ.get("RAY_ADDRESS")
-        what = f"the Ray cluster at RAY_ADDRESS={address} cannot be used" if address else "Ray did not start"
-        fix = (
-            "start it with `ray start --head`, or unset RAY_ADDRESS"
-            if address
-            else "free memory and processors, or allow more time with RAY_raylet_start_wait_time_s (seconds)"
-        )
-        raise UserError(f"{what}: {str(error).strip() or type(error).__name__}; {fix}") from error
 
 
 def open_run(

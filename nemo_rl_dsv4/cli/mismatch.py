@@ -253,11 +253,12 @@ def _engine(
     config: MasterConfig, model: Any, tokenizer: Any, folder: Path, console: Any, *, needed: bool
 ) -> Iterator[Any]:
     """The recipe's rollout engine with the model's weights; for a rollout on file None instead of a vLLM engine."""
+    from nemo_rl_dsv4.cluster import hosts_needed, ray_cluster
     from nemo_rl_dsv4.generation.vllm import VllmGeneration
     from nemo_rl_dsv4.mismatch.engines import VllmRollout
     from nemo_rl_dsv4.mismatch.run import exported, start_engine
     from nemo_rl_dsv4.rollout_engines import start_engines, vllm_spec
-    from nemo_rl_dsv4.runtime import ray_cluster
+    from nemo_rl_dsv4.utils.hosts import reserve
     from nemo_rl_dsv4.utils.progress import progress
 
     if config.policy.generation.backend == "reference":
@@ -266,7 +267,7 @@ def _engine(
         yield None
     else:
         with ray_cluster(config):
-            generation = start_engines(config, tokenizer, lambda count: None)
+            generation = start_engines(config, tokenizer, lambda count: None, reserve(hosts_needed(config)).hosts)
             try:
                 assert isinstance(generation, VllmGeneration)
                 with progress(console, "starting vLLM"):

@@ -85,7 +85,10 @@ class Refit(Section):
     transport: Literal["auto", "cuda_ipc", "shared_memory", "broadcast", "folder"] = "auto"
     """To vLLM engines: GPU memory that a policy rank shares with the engine worker on its GPU, memory of the host,
     NCCL between GPUs, or files (which stay until the next refit). `auto` takes `cuda_ipc` where every worker shares a
-    GPU with a rank, else `shared_memory`, and logs why."""
+    GPU with a rank, else `shared_memory` where every worker's host has one, else `broadcast`, and logs why."""
+    folder: str | None = None
+    """Where `transport: folder` puts its files: with several nodes a folder that all of them share. Null for memory of
+    the one host (`/dev/shm`)."""
     checks: Literal["sampled", "all"] = "sampled"
     """Weights whose values in the engine are compared with what was sent: 48, drawn anew each time, or all."""
     on_finding: Literal["stop", "warn"] = "stop"

@@ -68,7 +68,15 @@ class MasterConfig(Section):
             return 0
         if cluster.num_nodes == 1:
             return colocated.resources.gpus_per_node or 0
-        return (colocated.resources.num_nodes or 0) * cluster.gpus_per_node
+        return self.rollout_nodes * cluster.gpus_per_node
+
+    @property
+    def rollout_nodes(self) -> int:
+        """Nodes that generation has for itself; the policy has the others."""
+        colocated, cluster = self.policy.generation.colocated, self.cluster
+        if colocated.enabled or cluster.gpus_per_node == 0 or cluster.num_nodes == 1:
+            return 0
+        return colocated.resources.num_nodes or 0
 
     @property
     def data_parallel_size(self) -> int:

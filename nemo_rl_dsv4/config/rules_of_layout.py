@@ -189,6 +189,13 @@ def check_rollout_layout(config: MasterConfig) -> None:
         f"{where}.expert_parallel_size is {expert}, more than {where}.tensor_parallel_size = {tensor}: vLLM would run "
         f"{expert // tensor} data-parallel ranks in lockstep, which hangs; use at most {tensor}",
     )
+    if config.cluster.num_nodes > 1:
+        per_node = config.cluster.gpus_per_node
+        require(
+            per_node % tensor == 0,
+            f"{where}.tensor_parallel_size is {tensor}, which does not divide cluster.gpus_per_node = {per_node}: the "
+            "workers of one engine share a host, an engine over several is not supported; choose a divisor",
+        )
     if generation.colocated.enabled:
         require_divides(
             tensor * engine.pipeline_parallel_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nemo_rl_dsv4.config.master import MasterConfig
-from nemo_rl_dsv4.config.rules import require
+from nemo_rl_dsv4.config.rules import require, require_divides
 
 
 def check_numerics(config: MasterConfig) -> None:
@@ -124,8 +124,12 @@ def check_hardware(config: MasterConfig) -> None:
         policy.dsv4.rollout_profile != "auto",
         f"policy.dsv4.rollout_profile is auto {cpu}, so no GPU decides; name a profile, such as vllm-hopper",
     )
-    require(
-        config.cluster.num_nodes == 1, f"cluster.num_nodes is {config.cluster.num_nodes} {cpu}; CPU runs use one node"
+    require_divides(
+        config.cluster.num_nodes,
+        "cluster.num_nodes",
+        policy.dsv4.cpu_processes,
+        "policy.dsv4.cpu_processes (the number of policy processes)",
+        "choose a multiple of it",
     )
     allowed = {
         "attn": ("sdpa", "eager"),

@@ -38,6 +38,11 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
         f"policy.generation.backend is {generation.backend} with colocated.enabled {generation.colocated.enabled}; set "
         "engine_sleep to false",
     )
+    require(
+        dsv4.refit.folder is None or dsv4.refit.transport == "folder",
+        f"policy.dsv4.refit.folder is {dsv4.refit.folder!r}, but policy.dsv4.refit.transport is "
+        f"{dsv4.refit.transport}, which writes no files; set folder to null, or transport to folder",
+    )
     if generation.backend != "vllm":
         require(
             dsv4.refit.transport == "auto",
@@ -54,6 +59,16 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
         dsv4.refit.transport != "cuda_ipc" or generation.colocated.enabled,
         "policy.dsv4.refit.transport is cuda_ipc, but policy.generation.colocated.enabled is false: no training rank "
         "is on an engine's GPU; set it to auto, shared_memory or broadcast",
+    )
+    require(
+        dsv4.refit.transport != "shared_memory" or not config.rollout_nodes,
+        f"policy.dsv4.refit.transport is shared_memory, but generation has {config.rollout_nodes} nodes of its own, on "
+        "which no training rank could fill it; set it to auto or broadcast",
+    )
+    require(
+        dsv4.refit.transport != "folder" or dsv4.refit.folder is not None or config.cluster.num_nodes == 1,
+        f"policy.dsv4.refit.transport is folder with cluster.num_nodes = {config.cluster.num_nodes}, but "
+        "policy.dsv4.refit.folder is null, which is memory of one host; name a folder that all nodes share",
     )
     implied = PROFILE_OF_GPU.get(dsv4.gpu or "")
     require(

@@ -185,6 +185,8 @@ def check_outputs(config: MasterConfig) -> None:
     check_writable(config.logger.log_dir, "logger.log_dir")
     if config.checkpointing.enabled:
         check_writable(config.checkpointing.checkpoint_dir, "checkpointing.checkpoint_dir")
+    if config.policy.dsv4.refit.folder is not None:
+        check_writable(config.policy.dsv4.refit.folder, "policy.dsv4.refit.folder")
     tiny = config.policy.dsv4.tiny
     if config.policy.model_name == TINY and tiny is not None:
         check_writable(tiny.cache_dir, "policy.dsv4.tiny.cache_dir")

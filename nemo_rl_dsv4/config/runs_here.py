@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 from nemo_rl_dsv4.config.master import MasterConfig
@@ -12,26 +13,17 @@ from nemo_rl_dsv4.generation.vllm_settings import MAKE_VLLM, VLLM_PYTHON
 GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
 """Devices of a machine with an NVIDIA or AMD GPU; asking torch would take seconds."""
 
+RAY_CLUSTER_FILE = "/tmp/ray/ray_current_cluster"
+"""Where `ray start` leaves the address of this machine's cluster, for `ray.init(address="auto")`."""
+
 
 def not_implemented(config: MasterConfig, runtime: Runtime) -> list[str]:
     """What a recipe asks for that this version refuses to run, one sentence each."""
     refused = []
     if runtime == "nemo_rl":
         refused += _beyond_grpo_train(config)
-    if config.policy.generation.backend == "vllm":
-        refused += _beyond_one_host(config)
-    return refused
-
-
-def _beyond_one_host(config: MasterConfig) -> list[str]:
-    """The policy and its vLLM engines run on one host, in both runtimes; anything else is refused by name."""
-    refused, generation = [], config.policy.generation
-    if config.cluster.num_nodes > 1:
-        refused.append(
-            f"cluster.num_nodes is {config.cluster.num_nodes}; the policy and its vLLM engines run on one host in this "
-            "version: set 1"
-        )
-    if generation.vllm_cfg.async_engine:
+    generation = config.policy.generation
+    if generation.backend == "vllm" and generation.vllm_cfg.async_engine:
         refused.append("policy.generation.vllm_cfg.async_engine is true; whole batches are rolled out: set false")
     return refused
 
@@ -58,6 +50,11 @@ def missing_here(config: MasterConfig) -> list[str]:
     gpus = config.cluster.gpus_per_node
     if gpus and not any(Path(file).exists() for file in GPU_FILES):
         missing.append(f"the recipe needs {config.cluster.num_nodes} x {gpus} GPUs; this machine shows none")
+    nodes = config.cluster.num_nodes
+    if nodes > 1 and not os.environ.get("RAY_ADDRESS") and not Path(RAY_CLUSTER_FILE).exists():
+        missing.append(
+            f"the recipe needs a Ray cluster of {nodes} nodes; none was started here, and RAY_ADDRESS is not set"
+        )
     own = config.policy.dsv4.vllm_python
     if config.policy.generation.backend != "vllm":
         return missing

@@ -43,7 +43,7 @@ def ranks(config: MasterConfig) -> list[Rank]:
     """One entry per policy process, in rank order."""
     layout = config.policy.dtensor_cfg
     inner = layout.tensor_parallel_size
-    per_node = config.cluster.gpus_per_node or config.world_size
+    per_node = config.world_size // (config.cluster.num_nodes - config.rollout_nodes)
     return [
         Rank(
             rank=rank,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +11,8 @@ import torch
 
 from nemo_rl_dsv4.generation.engine_group import EngineGroup
 from nemo_rl_dsv4.generation.sampling import SamplingParams
-from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS
+from nemo_rl_dsv4.utils.hosts import Host
+from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, merged
 
 if TYPE_CHECKING:
     from nemo_rl_dsv4.refit.wire import Shipment
@@ -107,6 +108,7 @@ class ReferenceGeneration(EngineGroup):
         pad_id: id that fills `output_ids` behind a response.
         num_workers: engines; prompts are dealt over them.
         on_progress: called with the number of responses each time some are finished.
+        hosts: nodes that take the engines in turn; without any Ray chooses.
     """
 
     def __init__(
@@ -115,10 +117,15 @@ class ReferenceGeneration(EngineGroup):
         *,
         pad_id: int,
         num_workers: int = 1,
+        hosts: Sequence[Host] = (),
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
+        def start(number: int) -> Any:
+            host = hosts[number % len(hosts)].options() if hosts else {}
+            return ReferenceActor.options(**merged(CPU_WORKER_OPTIONS, host)).remote()
+
         super().__init__(
-            lambda _: ReferenceActor.options(**CPU_WORKER_OPTIONS).remote(),
+            start,
             num_workers,
             params,
             pad_id=pad_id,

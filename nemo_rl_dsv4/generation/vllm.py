@@ -1,15 +1,14 @@
 """vLLM rollout engines as Ray actors, in vLLM's own environment.
 
-The actors run with another Python than the trainer (`python`), because vLLM and AutoModel pin different libraries. One
-host: weights travel in memory of a GPU or of the host, or as buckets in a folder.
+The actors run with another Python than the trainer (`python`), because vLLM and AutoModel pin different libraries.
+Weights travel in memory of a GPU or of a host, by broadcast between hosts, or as buckets in a folder.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,9 @@ import torch
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.engine_group import EngineGroup
+from nemo_rl_dsv4.generation.engine_places import EnginePlace
 from nemo_rl_dsv4.generation.vllm_settings import MAKE_VLLM, VLLM_PYTHON
-from nemo_rl_dsv4.refit.delivery import Transport
+from nemo_rl_dsv4.refit.delivery import Seat, Transport
 from nemo_rl_dsv4.utils.ray_calls import get
 
 if TYPE_CHECKING:
@@ -49,9 +49,10 @@ class VllmActor:
         """See `VllmEngine.update_weights_from_senders`."""
         return self.engine.update_weights_from_senders(transport, addresses, version)
 
-    def gpu_names(self) -> list[str]:
-        """See `VllmEngine.gpu_names`."""
-        return self.engine.gpu_names()
+    def seats(self) -> list[Seat]:
+        """Each worker's end of a refit: Ray's id of this node, and its GPU's name there."""
+        node = ray.get_runtime_context().get_node_id()
+        return [Seat(node, gpu) for gpu in self.engine.gpu_names()]
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, seed: int, request_ids: list[int]
@@ -103,13 +104,12 @@ def engine_python(chosen: str | None) -> str:
 
 
 class VllmGeneration(EngineGroup):
-    """A rollout on `engines` vLLM engines of one host.
+    """A rollout on vLLM engines of one or several hosts.
 
     Args:
         params: the recipe's sampling parameters.
         pad_id: id that fills `output_ids` behind a response.
-        gpus: GPU numbers of each engine, tensor-parallel ranks in order, counted among those that this process sees.
-            They may be GPUs that train as well.
+        places: host and GPUs of each engine. They may be GPUs that train as well.
         python: interpreter of the engines; see `engine_python`.
         environment: further environment variables of their processes.
         on_progress: called with the number of responses each time some are finished.
@@ -117,6 +117,7 @@ class VllmGeneration(EngineGroup):
         bucket_bytes: size of a bucket of weights.
         transport: how the policy sends them, `policy.dsv4.refit.transport`.
         sleeps: put the engines to sleep whenever they do not generate; their settings need `sleep_mode`.
+        folder: holds the buckets of `transport: folder`; every engine's host sees it. None takes memory of this host.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class VllmGeneration(EngineGroup):
         params: SamplingParams,
         *,
         pad_id: int,
-        gpus: list[list[int]],
+        places: Sequence[EnginePlace],
         python: str,
         environment: Mapping[str, str],
         on_progress: Callable[[int], None] | None = None,
@@ -132,20 +133,17 @@ class VllmGeneration(EngineGroup):
         bucket_bytes: int = 1 << 30,
         transport: Transport = "auto",
         sleeps: bool = False,
+        folder: Path | None = None,
     ) -> None:
         self.bucket_bytes, self.transport, self.sleeps, self.asleep = bucket_bytes, transport, sleeps, False
         self._loaded: Any = None
-        self._folder = tempfile.mkdtemp(prefix="dsv4-refit-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+        memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        self._folder = tempfile.mkdtemp(prefix="dsv4-refit-", dir=folder or memory)
 
         def start(number: int) -> Any:
-            shown = {
-                "CUDA_VISIBLE_DEVICES": ",".join(visible_gpus(gpus[number])),
-                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-            }
-            runtime_env = {"py_executable": python, "env_vars": {**environment, **shown}}
-            return VllmActor.options(num_cpus=1, runtime_env=runtime_env).remote()
+            return VllmActor.options(**places[number].actor_options(python, environment)).remote()
 
-        super().__init__(start, len(gpus), params, pad_id=pad_id, on_progress=on_progress, timeout=timeout)
+        super().__init__(start, len(places), params, pad_id=pad_id, on_progress=on_progress, timeout=timeout)
 
     def bucket_folder(self, version: int) -> Path:
         """Where the policy puts the buckets of a version; older ones stay until it is loaded."""
@@ -200,39 +198,3 @@ class VllmGeneration(EngineGroup):
         """End the processes and free the buckets."""
         super().shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def gpus_of_engines(count: int, tensor_parallel: int, *, first: int = 0) -> list[list[int]]:
-    """GPU numbers of each engine of one host: groups of `tensor_parallel` over `count` GPUs from `first`."""
-    return [list(range(gpu, gpu + tensor_parallel)) for gpu in range(first, first + count, tensor_parallel)]
-
-
-def visible_gpus(numbers: list[int]) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES of an engine must say, so that it gets the GPUs that this process counts as `numbers`.
-
-    Raises:
-        UserError: CUDA_VISIBLE_DEVICES of this process names fewer.
-    """
-    own = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if own is None:
-        return [str(number) for number in numbers]
-    names = [name.strip() for name in own.split(",") if name.strip()]
-    if max(numbers) >= len(names):
-        raise UserError(
-            f"CUDA_VISIBLE_DEVICES is {own!r}, {len(names)} GPUs, but a rollout engine needs number {max(numbers)} of "
-            "them; name more, or lower cluster.gpus_per_node"
-        )
-    return [names[number] for number in numbers]
-
-
-def detect_profile() -> str:
-    """Name of the rollout profile of this cluster's GPUs, asked on a worker that owns one."""
-
-    @ray.remote(num_gpus=0.01, num_cpus=0)
-    def ask() -> str:
-        from nemo_rl_dsv4.numerics.devices import profile_of_device
-
-        assert torch.cuda.is_available()
-        return profile_of_device().name
-
-    return get([ask.remote()])[0]

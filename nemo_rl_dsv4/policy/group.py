@@ -9,164 +9,26 @@ Invariants:
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.policy.actor import PolicyActor
 from nemo_rl_dsv4.policy.sent_weights import SentWeights
 from nemo_rl_dsv4.routes import ROUTED_EXPERTS, RouterMode, RouterTally
-from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, GPU_WORKER_OPTIONS, get, kill
+from nemo_rl_dsv4.utils.hosts import Host, Place, node_addresses, rank_order
+from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, GPU_WORKER_OPTIONS, get, get_or_first_error, kill, merged
 
 if TYPE_CHECKING:
     from nemo_rl_dsv4.policy.spec import PolicySpec
-    from nemo_rl_dsv4.refit.wire import Shipment
 
 SECONDS_BETWEEN_POLLS = 0.1
 """How often a rank is asked whether its checkpoint files are complete."""
-
-
-@ray.remote
-class PolicyActor:
-    """One rank's process."""
-
-    def __init__(self, rank: int, world: int, init_method: str, device: str = "cpu") -> None:
-        if device == "cuda":
-            torch.cuda.set_device(0)  # Ray shows an actor its own GPU only
-        else:
-            torch.set_num_threads(1)
-        if world > 1:
-            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-            torch.distributed.init_process_group(backend, init_method=init_method, rank=rank, world_size=world)
-        self.rank = rank
-
-    def node(self) -> str:
-        """Ray's id of the node that this rank runs on."""
-        return ray.get_runtime_context().get_node_id()
-
-    def build(self, spec: PolicySpec, local_world: int, board: Any = None) -> str:
-        """Build this rank (again) and return what it rounds.
-
-        Args:
-            spec: its settings.
-            local_world: ranks that share its node.
-            board: a `LoadBoard` that hears how far the loading is.
-        """
-        os.environ["LOCAL_WORLD_SIZE"] = str(local_world)  # as torchrun sets it; dispatchers ask for it
-        from nemo_rl_dsv4.policy.load_board import reporter
-        from nemo_rl_dsv4.policy.spec import build_worker
-        from nemo_rl_dsv4.policy.weight_sender import WeightSender
-
-        self.spec = spec
-        self.worker = build_worker(spec, None if board is None else reporter(board))
-        self.sender = WeightSender(torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu"))
-        self.release_memory()  # of loading, and of the model that was here before
-        return self.worker.rounding.summary()
-
-    def release_memory(self) -> None:
-        """Give GPU memory that no tensor uses back to the device, where a rollout engine may need it.
-
-        PyTorch keeps what a pass has freed for the next one, and other processes cannot have it meanwhile.
-        """
-        if self.spec.device == "cuda":
-            torch.cuda.empty_cache()
-
-    def install_report(self) -> dict[str, Any]:
-        """What was installed on the model, module by module, as JSON values."""
-        return self.worker.rounding.to_dict()
-
-    def get_logprobs(self, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See `PolicyWorker.get_logprobs`."""
-        return self.worker.get_logprobs(data)
-
-    def get_reference_logprobs(self, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See `PolicyWorker.get_reference_logprobs`."""
-        return self.worker.get_reference_logprobs(data)
-
-    def train(self, data: dict[str, torch.Tensor], loss_fn: Any, seqs: float, tokens: float) -> dict[str, Any]:
-        """See `PolicyWorker.train`."""
-        return self.worker.train(data, loss_fn, global_valid_seqs=seqs, global_valid_tokens=tokens)
-
-    def export(self, profile: str) -> Shipment | None:
-        """Quantize on the ranks that hold the weights; rank 0 returns all of them with their checksum."""
-        from nemo_rl_dsv4.refit.report import StreamTally
-        from nemo_rl_dsv4.refit.wire import Shipment, to_wire
-
-        stream = self._export_stream(profile)
-        if stream is None:
-            return None
-        tally = StreamTally()
-        tensors = to_wire(tally.watch(stream))
-        return Shipment(tensors, tally.report().checksum)
-
-    def export_to_folder(self, profile: str, folder: str, capacity_bytes: int, version: int) -> int | None:
-        """Quantize as `export` does; rank 0 writes buckets into a folder and returns their number."""
-        from nemo_rl_dsv4.refit.transport.file import write_folder
-
-        stream = self._export_stream(profile)
-        if stream is None:
-            return None
-        through = torch.device("cuda", 0) if self.spec.device == "cuda" else None
-        return write_folder(stream, Path(folder), capacity_bytes=capacity_bytes, version=version, through=through)
-
-    def gpu_name(self) -> str:
-        """What every process of this host calls this rank's GPU."""
-        return self.sender.gpu
-
-    def open_sender(self, transport: str, receivers: int, capacity_bytes: int) -> tuple[str, str, str | int] | None:
-        """See `WeightSender.open`."""
-        return self.sender.open(transport, receivers, capacity_bytes)
-
-    def send_weights(self, profile: str, version: int, transport: str) -> dict[str, Any] | None:
-        """See `WeightSender.send`; over CUDA IPC and by broadcast any rank may send, else rank 0 does."""
-        every_rank = transport != "shared_memory"
-        return self.sender.send(lambda: self._export_stream(profile, every_rank=every_rank), version, transport)
-
-    def _export_stream(self, profile: str, *, every_rank: bool = False) -> Iterator[tuple[str, torch.Tensor]] | None:
-        """What rank 0 sends, or every rank; else other ranks take part in every gather and get None."""
-        from nemo_rl_dsv4.model.quantized_weights import refresh_quantized, stored_codes
-        from nemo_rl_dsv4.refit.export import export_weights
-
-        if self.rank != 0 and self.spec.sizes.replicated and not every_rank:
-            return None
-        refresh_quantized(self.worker.model)
-        stream = export_weights(
-            self.worker.model.state_dict(),
-            profile,
-            unquantized=torch.bfloat16 if self.spec.precision == "bfloat16" else torch.float32,
-            source_scales=self.worker.source_scales,
-            stored=stored_codes(self.worker.model),
-        )
-        if self.rank == 0 or every_rank:
-            return stream
-        for _ in stream:
-            pass
-        return None
-
-    def full_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Gather whole tensors; rank 0 returns them."""
-        state = self.worker.full_state_dict()
-        return state if self.rank == 0 else None
-
-    def start_checkpoint(self, folder: str) -> None:
-        """See `PolicyWorker.start_checkpoint`."""
-        self.worker.start_checkpoint(folder)
-
-    def finish_checkpoint(self) -> dict[str, str] | None:
-        """SHA-256 of this rank's files by name, or None while they are being written. Does not wait."""
-        writer = self.worker.state_writer
-        return writer.wait() if writer.done() else None
-
-    def load_checkpoint(self, folder: str) -> None:
-        """See `PolicyWorker.load_checkpoint`."""
-        self.worker.load_checkpoint(folder)
 
 
 class PolicyGroup:
@@ -177,19 +39,56 @@ class PolicyGroup:
     Args:
         world: number of ranks.
         device: `cpu`, or `cuda` for a GPU a rank; `PolicySpec.device` has to say the same.
+        hosts: nodes that share the ranks evenly, in the order of the ranks; without any Ray chooses.
+        environment: further environment variables of the ranks' processes.
     """
 
-    def __init__(self, world: int, *, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        world: int,
+        *,
+        device: str = "cpu",
+        hosts: Sequence[Host] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        if hosts and world % len(hosts):
+            raise UserError(f"{world} policy ranks do not divide over {len(hosts)} hosts; change cluster.num_nodes")
         self.world, self.device, self.version, self.updates = world, device, 0, 0
         self._stopped = threading.Event()
-        self._rendezvous = tempfile.TemporaryDirectory(prefix="nemo-rl-dsv4-")
-        init_method = f"file://{self._rendezvous.name}/rendezvous"
-        self.actors = [
-            PolicyActor.options(**(CPU_WORKER_OPTIONS if device == "cpu" else GPU_WORKER_OPTIONS)).remote(
-                rank, world, init_method, device
-            )
-            for rank in range(world)
-        ]
+        self._hosts, self._places = tuple(hosts), tuple[Place, ...]()
+        own = CPU_WORKER_OPTIONS if device == "cpu" else GPU_WORKER_OPTIONS
+        self.actors: list[Any] = []
+        for number in range(world):
+            host = self._hosts[number * len(hosts) // world].options() if hosts else {}
+            self.actors.append(PolicyActor.options(**merged(own, host, environment or {})).remote(device))
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where each rank runs. The first call numbers the processes by node and GPU, and makes them meet.
+
+        Raises:
+            UserError: ranks that cannot reach each other.
+        """
+        if not self._places:
+            self._meet()
+        return self._places
+
+    def _meet(self) -> None:
+        found = get([actor.place.remote() for actor in self.actors])
+        nodes = [host.node for host in self._hosts] or sorted({place.node for place in found})
+        order = rank_order(found, nodes)
+        self.actors, places = [self.actors[i] for i in order], [found[i] for i in order]
+        addresses, first = node_addresses(), self.actors[0]
+        of_ranks = [addresses[place.node] for place in places]
+        store = (of_ranks[0], get([first.open_store.remote(of_ranks[0])])[0]) if self.world > 1 else None
+        everywhere = [place.node for place in places]
+        get_or_first_error(
+            [
+                actor.join.remote(rank, self.world, everywhere.count(place.node), address, store)
+                for rank, (actor, place, address) in enumerate(zip(self.actors, places, of_ranks, strict=True))
+            ]
+        )
+        self._places = tuple(places)
 
     def build(
         self, spec: PolicySpec, *, global_batch_size: int, on_load: Callable[[int, int], None] | None = None
@@ -210,19 +109,30 @@ class PolicyGroup:
             raise UserError(f"the settings are for device {spec.device}; this group's processes have {self.device}")
         self.spec, self.global_batch_size = spec, global_batch_size
         self.updates += 1
-        nodes = get([actor.node.remote() for actor in self.actors])
-        places = list(zip(self.actors, (nodes.count(node) for node in nodes), strict=True))
+        assert len(self.places) == self.world  # they have met
         if on_load is None:
-            return get([actor.build.remote(spec, local) for actor, local in places])[0]
+            return get([actor.build.remote(spec) for actor in self.actors])[0]
         from nemo_rl_dsv4.policy.load_board import watched
 
         with watched(on_load) as (board, watch):
-            refs = [
-                actor.build.remote(spec, local, board if rank == 0 else None)
-                for rank, (actor, local) in enumerate(places)
-            ]
+            refs = [actor.build.remote(spec, board if rank == 0 else None) for rank, actor in enumerate(self.actors)]
             watch(refs)
             return get(refs)[0]
+
+    def profile(self) -> str:
+        """Name of the rollout profile of the ranks' GPUs.
+
+        Raises:
+            UserError: they are of several kinds.
+        """
+        found = get([actor.profile.remote() for actor in self.actors])
+        if len(set(found)) > 1:
+            kinds = ", ".join(f"{name}: {found.count(name)} ranks" for name in sorted(set(found)))
+            raise UserError(
+                f"policy.dsv4.rollout_profile is auto, but the policy's GPUs are of several kinds ({kinds}); run on "
+                "nodes of one kind"
+            )
+        return found[0]
 
     def install_report(self) -> dict[str, Any]:
         """What was installed on the model, module by module, as JSON values; the same on every rank."""
@@ -370,10 +280,9 @@ class PolicyGroup:
         self._stopped.set()
 
     def shutdown(self) -> None:
-        """End the processes and remove the rendezvous file."""
+        """End the processes."""
         self.abandon_checkpoint()
         kill(self.actors)
-        self._rendezvous.cleanup()
 
 
 def _pad_rows(data: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:

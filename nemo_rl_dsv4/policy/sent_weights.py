@@ -1,4 +1,4 @@
-"""Weights of one policy version that travel in memory, from training ranks to engine workers of one host.
+"""Weights of one policy version that travel in memory, from training ranks to engine workers.
 
 Nothing is kept beside the policy: an engine that needs them again (it died, or slept) gets them sent again, as long as
 the policy still holds them.
@@ -6,14 +6,14 @@ the policy still holds them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayTaskError
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.refit.delivery import Transport, plan_delivery
+from nemo_rl_dsv4.refit.delivery import Delivery, Seat, Transport, plan_delivery
 from nemo_rl_dsv4.utils.ray_calls import get
 
 if TYPE_CHECKING:
@@ -47,27 +47,41 @@ class SentWeights:
                 f"an engine needs the weights of version {self._version} again, but the policy has been trained since "
                 "and keeps no copy; set policy.dsv4.refit.transport to folder, which does"
             )
-        worker_gpus = [name for names in get([engine.gpu_names.remote() for engine in engines]) for name in names]
-        rank_gpus = get([rank.gpu_name.remote() for rank in policy.actors])
-        delivery = plan_delivery(self._transport, rank_gpus, worker_gpus)
+        ranks = get([rank.seat.remote() for rank in policy.actors])
+        of_engines = get([engine.seats.remote() for engine in engines])
+        delivery = plan_delivery(self._transport, ranks, [seat for seats in of_engines for seat in seats])
         offers = get(
             [
                 rank.open_sender.remote(delivery.transport, receivers, self._bucket_bytes)
                 for rank, receivers in zip(policy.actors, delivery.receivers, strict=True)
             ]
         )
-        if delivery.transport == "broadcast":
-            addresses = {
-                gpu: (*offers[delivery.served[worker]][1:], *delivery.place(worker))
-                for worker, gpu in enumerate(worker_gpus)
-            }
-        else:
-            addresses = {offer[0]: offer[1:] for offer in offers if offer is not None}
-        sending = [
-            rank.send_weights.remote(policy.spec.profile, self._version, delivery.transport) for rank in policy.actors
+        sending = [rank.send_weights.remote(policy.spec.profile, self._version) for rank in policy.actors]
+        receiving = [
+            engine.receive_weights.remote(delivery.transport, addresses, self._version)
+            for engine, addresses in zip(engines, _addresses(delivery, offers, of_engines), strict=True)
         ]
-        receiving = [engine.receive_weights.remote(delivery.transport, addresses, self._version) for engine in engines]
         return _both(sending, receiving)
+
+
+def _addresses(
+    delivery: Delivery, offers: Sequence[Any], of_engines: Sequence[Sequence[Seat]]
+) -> Iterator[dict[str, tuple[Any, ...]]]:
+    """For each engine, GPU name of each of its workers -> what that worker needs of its sender.
+
+    Through memory that is a socket and a key; by broadcast host and port of the sender's store, the worker's rank there
+    and the number of ends. Workers of one engine that share a sender's socket (host memory) need it once.
+    """
+    worker = 0
+    for seats in of_engines:
+        addresses: dict[str, tuple[Any, ...]] = {}
+        for seat in seats:
+            offer = offers[delivery.served[worker]]
+            addresses[seat.gpu] = (*offer, *delivery.place(worker)) if delivery.transport == "broadcast" else offer
+            worker += 1
+        if delivery.transport == "shared_memory":
+            addresses = dict(list(addresses.items())[:1])
+        yield addresses
 
 
 def _both(sending: list[Any], receiving: list[Any]) -> list[Any]:

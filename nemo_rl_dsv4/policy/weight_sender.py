@@ -11,35 +11,33 @@ import torch.distributed as dist
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.refit.transport.broadcast import BroadcastSender
 from nemo_rl_dsv4.refit.transport.channel import listen, open_channel
-from nemo_rl_dsv4.refit.transport.protocol import alone
 from nemo_rl_dsv4.refit.transport.shared import SharedSender, gpu_name
 
 Stream = Iterable[tuple[str, torch.Tensor]]
-HOST = "127.0.0.1"
-"""Engines are on this host."""
 
 
 class WeightSender:
-    """Sends to engine workers of this host: those on this rank's GPU, or through host memory all of them.
+    """Sends to engine workers: those on this rank's GPU, those of its host, or by broadcast also those of others.
 
     Slots are allocated for one refit and given back after it: between refits the GPU's memory is the training's.
 
     Args:
         device: the rank's.
+        address: of this host, by which other hosts reach it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, address: str) -> None:
+        self._device, self._address = device, address
         self._sender: SharedSender | None = None
         self._store: dist.TCPStore | None = None
-        self._bucket_bytes, self._receivers = 0, 0
+        self._bucket_bytes, self.receivers = 0, 0
 
     @property
     def gpu(self) -> str:
         """What every process of this host calls the rank's GPU."""
         return gpu_name(self._device)
 
-    def open(self, transport: str, receivers: int, capacity_bytes: int) -> tuple[str, str, str | int] | None:
+    def open(self, transport: str, receivers: int, capacity_bytes: int) -> tuple[str, str | int] | None:
         """Get ready for one refit.
 
         Args:
@@ -48,30 +46,29 @@ class WeightSender:
             capacity_bytes: size of a bucket; two are in flight.
 
         Returns:
-            The GPU's name, and what the workers need: socket and key, or host and port of a broadcast's store. None
-            where there is no receiver.
+            What the workers need: socket and key, or host and port of a broadcast's store. None where there is no
+            receiver.
         """
         self._close()
-        self._bucket_bytes, self._receivers = capacity_bytes, receivers
+        self._bucket_bytes, self.receivers = capacity_bytes, receivers
         if not receivers:
             return None
         if transport == "broadcast":
-            self._store = listen(HOST)
-            return self.gpu, HOST, self._store.port
+            self._store = listen(self._address)
+            return self._address, self._store.port
         gpu = self._device if self._device.type == "cuda" else None
         device, through = (self._device, None) if transport == "cuda_ipc" else (None, gpu)
         self._sender = SharedSender(capacity_bytes=capacity_bytes, receivers=receivers, device=device, through=through)
-        return self.gpu, self._sender.address.socket, self._sender.address.key
+        return self._sender.address.socket, self._sender.address.key
 
-    def send(self, export: Callable[[], Stream | None], version: int, transport: str) -> dict[str, Any] | None:
+    def send(self, export: Callable[[], Stream | None], version: int) -> dict[str, Any] | None:
         """Export and send to the workers that `open` was told of.
 
-        Over CUDA IPC and by broadcast all ranks do so together, and workers commit only if those of every rank can.
+        All ranks do so together, and workers commit only if those of every rank can.
 
         Args:
             export: makes the stream; None for a rank that took part in it already and has nothing to send.
             version: policy version.
-            transport: as for `open`.
 
         Returns:
             The sender's report as plain values, None without receivers.
@@ -79,7 +76,7 @@ class WeightSender:
         Raises:
             UserError: see `SharedSender.send`.
         """
-        vote = alone if transport == "shared_memory" else _all_ranks
+        vote = _all_ranks
         exported = False
         try:
             stream = export()
@@ -101,7 +98,7 @@ class WeightSender:
     ) -> dict[str, Any]:
         """Through a group of this refit alone: nothing of it is left to an engine that fails."""
         try:
-            channel = open_channel(store, rank=0, size=1 + self._receivers, device=self._device)
+            channel = open_channel(store, rank=0, size=1 + self.receivers, device=self._device)
         except UserError:
             self._take_part(stream, lambda good: vote(False))
             raise

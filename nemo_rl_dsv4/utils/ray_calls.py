@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -34,6 +34,24 @@ def get(refs: Sequence[Any]) -> list[Any]:
         if isinstance(error.cause, UserError):
             raise UserError(str(error.cause)) from error
         raise
+
+
+def get_or_first_error(refs: Sequence[Any]) -> list[Any]:
+    """`get` that raises as soon as one call has failed, also where the others wait for its partner for minutes."""
+    waiting = list(refs)
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1)
+        get(done)
+    return get(refs)
+
+
+def merged(
+    own: Mapping[str, Any], host: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Actor options: those of a kind of worker, those of the host it goes to, and environment variables on top."""
+    runtime_env = dict(own.get("runtime_env", {}))
+    runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **(environment or {})}
+    return {**own, **host, "runtime_env": runtime_env}
 
 
 def kill(actors: Iterable[Any]) -> None:

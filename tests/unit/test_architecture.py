@@ -25,6 +25,7 @@ LAYERS = (
     "tiny",
     "mismatch",
     "planning",
+    "cluster",
     "rollout_engines",
     "runtime",
     "doctor",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_dsv4 import runtime
+from nemo_rl_dsv4 import cluster
 from nemo_rl_dsv4.errors import UserError
 
 
@@ -20,9 +20,9 @@ def test_a_ray_that_does_not_start_is_one_line(monkeypatch, address, error, mess
     def fail(**_):
         raise error
 
-    monkeypatch.setattr(runtime.ray, "init", fail)
+    monkeypatch.setattr(cluster.ray, "init", fail)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if address:
         monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(UserError, match=message):
-        runtime.start_ray({})
+        cluster.start_ray({})

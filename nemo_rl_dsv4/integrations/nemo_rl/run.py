@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from nemo_rl_dsv4.cluster import ray_cluster
 from nemo_rl_dsv4.config import MasterConfig, validate
 from nemo_rl_dsv4.config.prompts import make_prompts, make_tokenizer
 from nemo_rl_dsv4.config.runs_here import not_implemented
@@ -42,7 +43,6 @@ from nemo_rl_dsv4.runtime import (
     INSTALL_FILE,
     check_classes,
     note_changes,
-    ray_cluster,
     start_parts,
     warn_of_biased_sampling,
 )

@@ -37,7 +37,7 @@ def without_nulls(values: dict[str, Any], paths: Iterable[str] = ABSENT_WHERE_NU
 def upstream_settings(config: MasterConfig, *, log_dir: str, checkpoint_dir: str, val_samples: int) -> dict[str, Any]:
     """The recipe as NeMo-RL's loop reads it: its own keys and values, except where the two trainers differ.
 
-    - `cluster.gpus_per_node`: processes on a CPU, for the loop divides throughput by it;
+    - `cluster.gpus_per_node`: processes of a node on a CPU, for the loop divides throughput by it;
     - `grpo.skip_reference_policy_logprobs_calculation`: true where no KL penalty reads them;
     - `grpo.max_val_samples`, `val_batch_size`: numbers where the recipe has null (all problems);
     - `policy.router_replay.enabled`: where training replays or compares the rollout's experts, for the loop then passes
@@ -52,7 +52,7 @@ def upstream_settings(config: MasterConfig, *, log_dir: str, checkpoint_dir: str
     """
     values = without_nulls(config.model_dump(mode="json", by_alias=True))
     if config.cluster.gpus_per_node == 0:
-        values["cluster"]["gpus_per_node"] = config.world_size
+        values["cluster"]["gpus_per_node"] = config.world_size // config.cluster.num_nodes
     grpo = values["grpo"]
     if config.loss_fn.reference_policy_kl_penalty == 0:
         grpo["skip_reference_policy_logprobs_calculation"] = True

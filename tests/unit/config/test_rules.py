@@ -142,7 +142,7 @@ REFUSED = {
     "a GPU kernel on a CPU": (["policy.dtensor_cfg.automodel_kwargs.backend.attn=tilelang"], "use sdpa or eager"),
     "DeepEP on a CPU": (["policy.dtensor_cfg.automodel_kwargs.backend.dispatcher=deepep"], "use torch"),
     "offloading on a CPU": (["policy.dtensor_cfg.cpu_offload=true"], "nothing to offload"),
-    "nodes on a CPU": (["cluster.num_nodes=2"], "num_nodes is 2"),
+    "nodes on a CPU": (["cluster.num_nodes=2"], r"cpu_processes .* is 1, which cluster.num_nodes = 2 does not divide"),
     "engine does not divide the GPUs": (
         [*GPU, "policy.generation.vllm_cfg.tensor_parallel_size=3"],
         "= 3 does not divide",
@@ -434,18 +434,21 @@ def test_a_dry_run_names_a_python_of_vllm_that_is_missing(recipe, tmp_path):
     assert not any("vllm" in line for line in missing_here(recipe([*GPU, f"policy.dsv4.vllm_python={own}"])))
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("cluster.num_nodes=2", "num_nodes is 2; the policy and its vLLM engines run on one host"),
-        ("policy.generation.vllm_cfg.async_engine=true", "async_engine is true"),
-    ],
-)
 @pytest.mark.parametrize("runtime", ["embedded", "nemo_rl"])
-def test_a_dry_run_says_that_engines_run_on_one_host(recipe, override, message, runtime):
-    assert not_implemented(recipe(GPU), runtime) == []
-    (line,) = not_implemented(recipe([*GPU, override]), runtime)
-    assert message in line
+def test_a_dry_run_says_which_engines_do_not_run(recipe, runtime):
+    assert not_implemented(recipe([*GPU, "cluster.num_nodes=2"]), runtime) == []
+    (line,) = not_implemented(recipe([*GPU, "policy.generation.vllm_cfg.async_engine=true"]), runtime)
+    assert "async_engine is true" in line
+
+
+def test_a_dry_run_of_several_nodes_asks_for_a_cluster(recipe, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("nemo_rl_dsv4.config.runs_here.RAY_CLUSTER_FILE", str(tmp_path / "cluster"))
+    two = recipe([*GPU, "cluster.num_nodes=2"])
+    assert any("a Ray cluster of 2 nodes; none was started here" in line for line in missing_here(two))
+    assert not any("Ray cluster" in line for line in missing_here(recipe(GPU)))
+    (tmp_path / "cluster").write_text("10.0.0.1:6379")
+    assert not any("Ray cluster" in line for line in missing_here(two))
 
 
 @pytest.mark.parametrize(

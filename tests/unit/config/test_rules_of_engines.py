@@ -46,6 +46,38 @@ def test_cuda_ipc_to_engines_on_other_gpus_is_refused_before_the_run(recipe) -> 
     validate(recipe([*GPU, "policy.dsv4.refit.transport=cuda_ipc"]), runs_here=False)
 
 
+NODES = ("cluster.num_nodes=4", "policy.train_global_batch_size=32")
+OWN_NODES = (
+    *NODES,
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.num_nodes=2",
+)
+FOLDER = "policy.dsv4.refit.transport=folder"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [*NODES, "policy.generation.vllm_cfg.tensor_parallel_size=16"],
+            "tensor_parallel_size is 16, which does not divide cluster.gpus_per_node = 8: the workers of one engine",
+        ),
+        ([*OWN_NODES, "policy.dsv4.refit.transport=shared_memory"], "generation has 2 nodes of its own"),
+        ([*NODES, FOLDER], "transport is folder with cluster.num_nodes = 4, but policy.dsv4.refit.folder is null"),
+        (["policy.dsv4.refit.folder=/shared"], "folder is '/shared', but policy.dsv4.refit.transport is auto"),
+    ],
+)
+def test_what_engines_of_several_nodes_cannot_do_is_refused_before_the_run(recipe, overrides, message):
+    with pytest.raises(UserError, match=message):
+        validate(recipe([*GPU, *overrides]), runs_here=False)
+
+
+@pytest.mark.parametrize("overrides", [NODES, OWN_NODES, [*NODES, FOLDER, "policy.dsv4.refit.folder=shared"]])
+def test_engines_of_several_nodes_are_accepted(recipe, overrides, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    validate(recipe([*GPU, *overrides]), runs_here=False)
+
+
 AHEAD = "grpo.async_grpo.enabled=true"
 CORRECTED = "loss_fn.use_importance_sampling_correction=true"
 

@@ -13,22 +13,6 @@ from nemo_rl_dsv4.generation.engine_group import EngineGroup
 from nemo_rl_dsv4.generation.sampling import SamplingParams
 
 
-def test_colocated_engines_take_consecutive_gpus() -> None:
-    assert vllm.gpus_of_engines(8, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert vllm.gpus_of_engines(1, 1) == [[0]]
-    assert vllm.gpus_of_engines(4, 2, first=4) == [[4, 5], [6, 7]]
-
-
-def test_engines_share_the_gpus_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With CUDA_VISIBLE_DEVICES=3 the policy trains on GPU 3; an engine told "0" would take a GPU of somebody else."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-ab")
-    assert vllm.visible_gpus([0]) == ["3"] and vllm.visible_gpus([1]) == ["GPU-ab"]
-    with pytest.raises(UserError, match="2 GPUs, but a rollout engine needs number 2"):
-        vllm.visible_gpus([1, 2])
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert vllm.visible_gpus([0, 5]) == ["0", "5"]
-
-
 def test_python_of_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -49,7 +33,7 @@ def test_python_of_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> vllm.VllmGeneration:
     monkeypatch.setattr(vllm, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(EngineGroup, "__init__", lambda self, *args, **options: setattr(self, "actors", []))
-    return vllm.VllmGeneration(SamplingParams(1), pad_id=0, gpus=[[0]], python="python", environment={})
+    return vllm.VllmGeneration(SamplingParams(1), pad_id=0, places=[], python="python", environment={})
 
 
 def test_buckets_of_older_versions_go_once_the_new_ones_are_loaded(group, tmp_path, monkeypatch) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from nemo_rl_dsv4.policy import group as module_under_test
 from nemo_rl_dsv4.policy import spec as policy_spec
-from nemo_rl_dsv4.policy.group import PolicyActor, PolicyGroup
+from nemo_rl_dsv4.policy.actor import PolicyActor
+from nemo_rl_dsv4.policy.group import PolicyGroup
 
 Rank: Any = PolicyActor.__ray_metadata__.modified_class  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -22,11 +23,11 @@ def test_a_rank_keeps_no_freed_memory_after_it_was_built(monkeypatch):
     monkeypatch.setattr(
         policy_spec, "build_worker", lambda *_: events.append("built") or SimpleNamespace(rounding=rounding)
     )
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     for device, expected in (("cuda", ["built", "released"]), ("cpu", ["built"])):
         events.clear()
         rank = Rank.__new__(Rank)
-        rank.build(SimpleNamespace(device=device), 1)
+        rank.device, rank.address = torch.device(device), "10.0.0.1"
+        rank.build(SimpleNamespace(device=device))
         assert events == expected
 
 
