@@ -16,6 +16,7 @@ from nemo_rl_dsv4.config.model_limits import TINY
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.vllm import engine_python
 from nemo_rl_dsv4.utils.hosts import Host, HostNeed
+from nemo_rl_dsv4.utils.shared_files import check_programs, check_shared, require_here
 
 RAY_OBJECT_STORE_BYTES = 256 * 1024**2
 RAY_START_SECONDS = 120
@@ -108,6 +109,22 @@ def hosts_needed(config: MasterConfig) -> HostNeed:
 def policy_hosts(config: MasterConfig, hosts: Sequence[Host]) -> Sequence[Host]:
     """The nodes that train: all but those that the rollout has for itself."""
     return hosts[: len(hosts) - config.rollout_nodes]
+
+
+def check_hosts(config: MasterConfig, hosts: Sequence[Host]) -> None:
+    """Hosts share the folders that they have to, and have the engines' interpreter; nothing to ask on this host alone.
+
+    Raises:
+        UserError: key, folder or file, and the host without it.
+    """
+    if config.policy.dsv4.refit.transport == "folder" and config.policy.dsv4.refit.folder is None:
+        require_here(
+            hosts,
+            "policy.dsv4.refit.transport is folder and policy.dsv4.refit.folder null, which is memory of this host",
+            "set policy.dsv4.refit.folder to a folder that both share",
+        )
+    check_shared(shared_folders(config), hosts)
+    check_programs(needed_programs(config), hosts)
 
 
 def shared_folders(config: MasterConfig) -> dict[str, Path]:

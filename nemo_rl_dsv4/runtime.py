@@ -16,13 +16,7 @@ from typing import Any, NamedTuple, SupportsFloat
 
 import yaml
 
-from nemo_rl_dsv4.cluster import (
-    hosts_needed,
-    needed_programs,
-    policy_hosts,
-    ray_cluster,
-    shared_folders,
-)
+from nemo_rl_dsv4.cluster import check_hosts, hosts_needed, policy_hosts, ray_cluster
 from nemo_rl_dsv4.config import MasterConfig, validate
 from nemo_rl_dsv4.config.prompts import dataset_section, make_datasets, make_prompts, make_tokenizer
 from nemo_rl_dsv4.config.runs_here import not_implemented
@@ -52,7 +46,7 @@ from nemo_rl_dsv4.utils.progress import bytes_progress, progress
 from nemo_rl_dsv4.utils.run_folder import checkpoint_folder, recorded_config
 from nemo_rl_dsv4.utils.run_logger import RunLogger
 from nemo_rl_dsv4.utils.run_summary import summary_lines, whole_run_summary
-from nemo_rl_dsv4.utils.shared_files import check_programs, check_same_model, check_shared
+from nemo_rl_dsv4.utils.shared_files import check_same_model
 
 TINY = "tiny"
 INSTALL_FILE = "rounding.json"
@@ -145,8 +139,7 @@ def start_parts(
         on_progress: called with the number of responses each time some are finished.
     """
     hosts = reserve(hosts_needed(config)).hosts
-    check_shared(shared_folders(config), hosts)
-    check_programs(needed_programs(config), hosts)
+    check_hosts(config, hosts)
     group = PolicyGroup(
         config.world_size,
         device="cuda" if config.cluster.gpus_per_node else "cpu",

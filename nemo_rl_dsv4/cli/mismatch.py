@@ -260,6 +260,7 @@ def _engine(
     from nemo_rl_dsv4.rollout_engines import start_engines, vllm_spec
     from nemo_rl_dsv4.utils.hosts import reserve
     from nemo_rl_dsv4.utils.progress import progress
+    from nemo_rl_dsv4.utils.shared_files import require_here
 
     if config.policy.generation.backend == "reference":
         yield start_engine(model)
@@ -267,7 +268,13 @@ def _engine(
         yield None
     else:
         with ray_cluster(config):
-            generation = start_engines(config, tokenizer, lambda count: None, reserve(hosts_needed(config)).hosts)
+            hosts = reserve(hosts_needed(config)).hosts
+            require_here(
+                hosts,
+                "the engine that is studied gets its weights from files of this host",
+                "set cluster.num_nodes=1 and unset RAY_ADDRESS, or run this on a host with GPUs",
+            )
+            generation = start_engines(config, tokenizer, lambda count: None, hosts)
             try:
                 assert isinstance(generation, VllmGeneration)
                 with progress(console, "starting vLLM"):

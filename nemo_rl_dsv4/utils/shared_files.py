@@ -32,6 +32,16 @@ def elsewhere(hosts: Sequence[Host]) -> list[Host]:
     return [host for host in hosts if host.node != own]
 
 
+def require_here(hosts: Sequence[Host], what: str, fix: str) -> None:
+    """Refuse hosts other than this process's own, for what works through its memory or files alone.
+
+    Raises:
+        UserError: what it is, the other host, and the fix.
+    """
+    for host in elsewhere(hosts):
+        raise UserError(f"{what}, but Ray put it on host {host.address}; {fix}")
+
+
 def ask_hosts(hosts: Sequence[Host], function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
     """See `Ask`."""
     remote = ray.remote(num_cpus=0, max_retries=0)(function)

@@ -59,7 +59,7 @@ def checkpoint(tmp_path_factory, config_once, training_once):
 @pytest.fixture(scope="module")
 def policy(hosts, checkpoint):
     """Two ranks on two nodes, experts divided over them."""
-    group = PolicyGroup(2, hosts=hosts)
+    group = PolicyGroup(2, hosts=hosts, environment={"OF_THE_RECIPE": "yes"})
     group.build(spec(checkpoint, ParallelSizes(2, ep=2), qat=False, logprob_chunk_size=48), global_batch_size=ROWS)
     yield group
     group.shutdown()
@@ -68,8 +68,9 @@ def policy(hosts, checkpoint):
 def test_two_hosts_equal_one_process(hosts, policy, checkpoint):
     """Data and expert parallel over both nodes; each rank is alone on its node and knows it."""
     assert [place.node for place in policy.places] == [host.node for host in hosts]
-    alone = [actor.__ray_call__.remote(lambda _: os.environ["LOCAL_WORLD_SIZE"]) for actor in policy.actors]
-    assert ray.get(alone) == ["1", "1"]
+    names = ("LOCAL_WORLD_SIZE", "OF_THE_RECIPE")
+    found = [actor.__ray_call__.remote(lambda _: [os.environ[name] for name in names]) for actor in policy.actors]
+    assert ray.get(found) == [["1", "yes"]] * 2
     data = dict(rollouts())
     one = build_worker(spec(checkpoint, ParallelSizes(1), qat=False))
     logprobs = one.get_logprobs(data)["logprobs"]

@@ -11,7 +11,7 @@ import pytest
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.utils import shared_files
 from nemo_rl_dsv4.utils.hosts import Host
-from nemo_rl_dsv4.utils.shared_files import check_programs, check_same_model, check_shared, model_files
+from nemo_rl_dsv4.utils.shared_files import check_programs, check_same_model, check_shared, model_files, require_here
 
 HOSTS = [Host("here", "10.0.0.1"), Host("there", "10.0.0.2"), Host("far", "10.0.0.3")]
 KEY = "checkpointing.checkpoint_dir"
@@ -101,6 +101,12 @@ def test_a_host_without_the_engines_python_is_named(tmp_path):
         UserError, match="policy.dsv4.vllm_python: engines run with .*python, which host 10.0.0.2 does not"
     ):
         check_programs({"policy.dsv4.vllm_python": str(python)}, HOSTS, ask=lambda *_: [False, True])
+
+
+def test_what_works_on_this_host_alone_is_refused_elsewhere():
+    require_here(HOSTS[:1], "the engine reads files of this host", "unset RAY_ADDRESS")
+    with pytest.raises(UserError, match="reads files of this host, but Ray put it on host 10.0.0.3; unset RAY_ADDRESS"):
+        require_here(HOSTS[2:], "the engine reads files of this host", "unset RAY_ADDRESS")
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
