@@ -12,6 +12,8 @@ def cluster():
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
-    ray.init(num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local", num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     yield
     ray.shutdown()

@@ -37,11 +37,13 @@ def cluster():
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a process for every CPU that nobody needs
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-    made.add_node(num_cpus=4)
-    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
-    yield made
-    ray.shutdown()
-    made.shutdown()
+    try:
+        made.add_node(num_cpus=4)
+        ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ class Loader:
 @pytest.fixture(scope="module")
 def cluster():
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
