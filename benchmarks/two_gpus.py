@@ -10,9 +10,10 @@ each gradient (|g - g1| / |g1|, largest and median over parameters) and the byte
 Variants: `float32` rounds nothing (dense attention), so that what remains is the order of additions. `qat` is what the
 mini recipes run: BF16 over float32 master weights, every rounding site on, `attn: tilelang`, `experts: torch_mm`. There
 a last-bit difference moves a value to the next FP8 code, in whatever order the same machine adds. So `qat` has rows of
-one GPU against itself: `one, rows rotated` with other rows beside each other in a micro-batch, and `one, half
-micro-batches`, whose matrix products have other shapes and so other orders of additions, as those of cp2ep2 have. A
-layout that computes the same differs by about as much as the latter.
+one GPU against itself: `one, rows rotated` with other rows beside each other in a micro-batch; `one, half
+micro-batches`, whose matrix products have other shapes and so other orders of additions, as those of cp2ep2 have; and
+`one, sums off by 1e-7`, the same on any device: BF16 products get a random error of that size before they are rounded.
+A layout that computes the same differs by about as much as the last two.
 
 Speed, of `qat`: median seconds of a step of one GPU and of two, with the same batch (strong scaling) and with twice the
 sequences (weak scaling). A pass has as many tokens on each GPU in every layout: under context parallelism it takes
@@ -61,6 +62,8 @@ from nemo_rl_dsv4.refit.export import export_weights
 
 LAYOUTS = ("dp2ep2", "cp2ep2")
 ONE, ROTATED, HALVED = "one", "one, rows rotated", "one, half micro-batches"
+PERTURBED = "one, sums off by 1e-7"
+ITSELF = (ROTATED, HALVED, PERTURBED)
 PROFILE = "vllm-hopper"
 Found = dict[str, Any]
 
@@ -108,7 +111,7 @@ def spec(setting: Setting, sizes: ParallelSizes, variant: str) -> PolicySpec:
         profile=PROFILE,
         fake_quant=dict.fromkeys(SWITCHES, qat),
         alignment={} if qat else dict.fromkeys(ALIGNMENT, False),
-        precision="bfloat16" if qat and setting.device == "cuda" else "float32",
+        precision="bfloat16" if qat else "float32",
         backend=backend,
         micro_batch_size=setting.micro_batch,
         logprob_batch_size=setting.micro_batch,
@@ -170,6 +173,25 @@ def own_rows(whole: dict[str, torch.Tensor], sizes: ParallelSizes, rank: int) ->
     share = len(whole["input_ids"]) // sizes.dp
     first = rank // sizes.cp * share
     return {key: value[first : first + share] for key, value in whole.items()}
+
+
+@contextlib.contextmanager
+def perturbed_products(size: float) -> Iterator[None]:
+    """Inside, a linear layer's BF16 output is rounded from float32 sums that are off by `size` of their RMS."""
+    linear = torch.nn.functional.linear
+
+    def perturbed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if x.dtype != torch.bfloat16:
+            return linear(x, weight, bias)
+        sums = linear(x.float(), weight.float(), None if bias is None else bias.float())
+        error = size * sums.detach().square().mean().sqrt() * torch.randn_like(sums)
+        return (sums + error).to(x.dtype)
+
+    torch.nn.functional.linear = perturbed
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = linear
 
 
 def train(worker: PolicyWorker, data: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> Found:
@@ -291,6 +313,9 @@ def run_rank(rank: int, world: int, folder: str, layout: str, turns: list[str], 
             halved = replace(setting, micro_batch=max(1, setting.micro_batch // 2))
             again = numbers(build(halved, sizes, variant), halved, sizes, rank)
             leave(here, f"parity-{variant}-{HALVED}", again, rank)
+            with perturbed_products(1e-7):
+                again = numbers(build(setting, sizes, variant), setting, sizes, rank)
+            leave(here, f"parity-{variant}-{PERTURBED}", again, rank)
             del again
         del found
         if setting.device == "cuda":
@@ -351,7 +376,7 @@ def run(parts: list[str], layouts: list[str], setting: Setting) -> Iterator[Foun
         here = Path(folder)
         for variant in variants_of("parity") if "parity" in parts else ():
             base = result(here, f"parity-{variant}-{ONE}", started)
-            for layout in ([ROTATED, HALVED] if variant == "qat" else []) + layouts:
+            for layout in [*(ITSELF if variant == "qat" else ()), *layouts]:
                 found = result(here, f"parity-{variant}-{layout}", started)
                 yield {"part": "parity", "variant": variant, "layout": layout, **compare(found, base)}
         if "speed" in parts:
