@@ -92,7 +92,7 @@ def engine_python(chosen: str | None) -> str:
     if chosen is not None:
         if not Path(chosen).is_file():
             raise UserError(f"policy.dsv4.vllm_python is {chosen!r}, no such file; make it with `{MAKE_VLLM}`")
-        return chosen
+        return str(Path(chosen).absolute())
     if Path(VLLM_PYTHON).is_file():
         return str(Path(VLLM_PYTHON).absolute())
     if importlib.util.find_spec("vllm") is None:

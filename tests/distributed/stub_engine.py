@@ -1,12 +1,22 @@
-"""A rollout engine of one worker without a model, in a file of its own: a process that runs it imports little."""
+"""Actors without a model, in a file of their own: a process that runs one imports little."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import ray
 
-from nemo_rl_dsv4.refit.delivery import Seat
+
+@ray.remote(num_cpus=0)
+class Process:
+    """Says where it is and what it is shown."""
+
+    def shown(self) -> tuple[str, list[str], dict[str, str]]:
+        """Node, names of the GPUs that Ray gave it, and variables of its environment."""
+        context = ray.get_runtime_context()
+        variables = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "A") if name in os.environ}
+        return context.get_node_id(), context.get_accelerator_ids()["GPU"], variables
 
 
 @ray.remote(num_cpus=0)
@@ -20,7 +30,9 @@ class Workers:
         """Say from now on that this is another host."""
         self.host = host
 
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[Any]:
+        from nemo_rl_dsv4.refit.delivery import Seat
+
         return [Seat(self.host, "cpu")]
 
     def receive_weights(self, transport: str, addresses: dict[str, Any], version: int) -> dict[str, Any]:

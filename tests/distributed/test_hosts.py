@@ -15,10 +15,11 @@ import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
-from stub_engine import Workers
+from stub_engine import Process, Workers
 from test_policy_parity import ROWS, SETTINGS, rollouts, spec
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.generation.engine_places import own_places, shared_places
 from nemo_rl_dsv4.grpo.loss import ClippedPGLoss
 from nemo_rl_dsv4.model.official_names import expected_tensors
 from nemo_rl_dsv4.model.release_writer import write_release_checkpoint
@@ -26,7 +27,7 @@ from nemo_rl_dsv4.policy.group import PolicyGroup
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.sent_weights import SentWeights
 from nemo_rl_dsv4.policy.spec import build_worker
-from nemo_rl_dsv4.utils.hosts import HostNeed, reserve
+from nemo_rl_dsv4.utils.hosts import HostNeed, Place, rank_order, reserve
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +37,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def cluster():
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a process for every CPU that nobody needs
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 2, "include_dashboard": False})
     try:
-        made.add_node(num_cpus=4)
+        made.add_node(num_cpus=4, num_gpus=2)
         ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
         yield made
     finally:
@@ -103,10 +104,27 @@ def test_a_refit_reaches_workers_of_every_host(hosts, policy, config_once):
         SentWeights(policy, "shared_memory", 400_000).deliver(engines)
 
 
+def test_engines_see_the_gpus_of_their_ranks_or_their_own(hosts):
+    """Ray only counts these GPUs: none is there. What matters is what each process is shown, and where."""
+    reserved = reserve(HostNeed(2, 2, 0))
+    (trains, rolls_out), node = reserved.hosts, reserved.hosts[0].node
+    ranks = [Process.options(num_gpus=1, **trains.options()).remote() for _ in range(2)]
+    places = [Place(node, tuple(gpus)) for _, gpus, _ in ray.get([rank.shown.remote() for rank in ranks])]
+    assert sorted(place.gpus for place in places) == [("0",), ("1",)]
+    places = [places[i] for i in rank_order(places, [node])]
+    (shared,), (own,) = shared_places([trains], places, 2), own_places([rolls_out], 2, 2)
+    engines = [Process.options(**place.actor_options(sys.executable, {"A": "1"})).remote() for place in (shared, own)]
+    (where, _, variables), (other, _, others) = ray.get([engine.shown.remote() for engine in engines])
+    assert (where, other) == (node, rolls_out.node)
+    assert variables == {"CUDA_VISIBLE_DEVICES": "0,1", "A": "1"}
+    assert sorted(others["CUDA_VISIBLE_DEVICES"].split(",")) == ["0", "1"] and others["A"] == "1"
+    reserved.release()
+
+
 def test_a_cluster_that_is_too_small_or_busy_says_what_is_missing(hosts):
     with pytest.raises(UserError, match=r"cluster.num_nodes = 3 nodes, each with 2 CPUs, but 2 of the 2 nodes"):
         reserve(HostNeed(3, 0, 2))
-    with pytest.raises(UserError, match=r"has such nodes but did not get them free within 1 s .free in all: 0 GPUs, 4"):
+    with pytest.raises(UserError, match=r"has such nodes but did not get them free within 1 s .free in all: 4 GPUs, 4"):
         reserve(HostNeed(2, 0, 3), timeout=1.0)
 
 
