@@ -139,6 +139,9 @@ def start_parts(
         on_progress: called with the number of responses each time some are finished.
     """
     hosts = reserve(hosts_needed(config)).hosts
+    if len(hosts) > 1:
+        shown = ", ".join(host.address for host in hosts)
+        console.print(f"hosts, in the order of their ranks: {shown}", highlight=False, soft_wrap=True)
     check_hosts(config, hosts)
     group = PolicyGroup(
         config.world_size,

@@ -22,7 +22,7 @@ from nemo_rl_dsv4.policy.actor import PolicyActor
 from nemo_rl_dsv4.policy.sent_weights import SentWeights
 from nemo_rl_dsv4.routes import ROUTED_EXPERTS, RouterMode, RouterTally
 from nemo_rl_dsv4.utils.hosts import Host, Place, node_addresses, rank_order
-from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, GPU_WORKER_OPTIONS, get, get_or_first_error, kill, merged
+from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, GPU_WORKER_OPTIONS, get, kill, merged
 
 if TYPE_CHECKING:
     from nemo_rl_dsv4.policy.spec import PolicySpec
@@ -82,7 +82,7 @@ class PolicyGroup:
         of_ranks = [addresses[place.node] for place in places]
         store = (of_ranks[0], get([first.open_store.remote(of_ranks[0])])[0]) if self.world > 1 else None
         everywhere = [place.node for place in places]
-        get_or_first_error(
+        get(
             [
                 actor.join.remote(rank, self.world, everywhere.count(place.node), address, store)
                 for rank, (actor, place, address) in enumerate(zip(self.actors, places, of_ranks, strict=True))

@@ -27,22 +27,13 @@ GPU_WORKER_OPTIONS: dict[str, Any] = {
 
 
 def get(refs: Sequence[Any]) -> list[Any]:
-    """`ray.get` that raises a worker's `UserError` as itself."""
+    """`ray.get` that raises a worker's `UserError` as itself, and the first error without waiting for other calls."""
     try:
         return ray.get(list(refs))
     except RayTaskError as error:
         if isinstance(error.cause, UserError):
             raise UserError(str(error.cause)) from error
         raise
-
-
-def get_or_first_error(refs: Sequence[Any]) -> list[Any]:
-    """`get` that raises as soon as one call has failed, also where the others wait for its partner for minutes."""
-    waiting = list(refs)
-    while waiting:
-        done, waiting = ray.wait(waiting, num_returns=1)
-        get(done)
-    return get(refs)
 
 
 def merged(
