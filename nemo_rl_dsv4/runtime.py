@@ -148,6 +148,7 @@ def start_parts(
         device="cuda" if config.cluster.gpus_per_node else "cpu",
         hosts=policy_hosts(config, hosts),
         environment=config.policy.dtensor_cfg.env_vars,
+        sees_host=config.policy.dtensor_cfg.automodel_kwargs.backend.dispatcher == "uccl_ep",
     )
     config = with_profile(config, group)
     generation = start_engines(config, tokenizer, on_progress, hosts, group)

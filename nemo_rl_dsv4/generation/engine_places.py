@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.utils.hosts import Host, Place
-
-LEAVE_GPUS = "RAY_EXPERIMENTAL_NOSET_"
-"""Before the name of a variable: Ray then leaves that variable as it is."""
+from nemo_rl_dsv4.utils.hosts import LEAVE, Host, Place
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class EnginePlace:
             python: interpreter with vLLM.
             environment: environment variables of the engine.
         """
-        shown = {self.variable: ",".join(self.shared), f"{LEAVE_GPUS}{self.variable}": "1"} if self.shared else {}
+        shown = {self.variable: ",".join(self.shared), f"{LEAVE}{self.variable}": "1"} if self.shared else {}
         return {
             "num_cpus": 0,
             "num_gpus": 0 if self.shared else self.workers,

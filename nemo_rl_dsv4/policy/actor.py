@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class PolicyActor:
     """One rank's process."""
 
-    def __init__(self, device: str = "cpu") -> None:
-        if device == "cuda":
+    def __init__(self, device: str = "cpu", sees_host: bool = False) -> None:
+        if device == "cuda" and not sees_host:
             torch.cuda.set_device(0)  # Ray shows an actor its own GPU only
-        else:
+        elif device == "cpu":
             torch.set_num_threads(1)
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self.rank, self.address = 0, ""
@@ -46,11 +46,25 @@ class PolicyActor:
         self._store = listen(address)
         return self._store.port
 
+    def see_host(self, local_rank: int, gpus: Sequence[str], variable: str) -> None:
+        """See the GPUs of all ranks of this host, as torchrun's processes do, and use one of them.
+
+        Before anything else on a GPU. UCCL-EP takes a process's number of its GPU for its number on the host.
+
+        Args:
+            local_rank: this rank's number on its host, and its GPU's among `gpus`.
+            gpus: names of the GPUs of the host's ranks, in rank order.
+            variable: the environment variable that shows them.
+        """
+        os.environ |= {variable: ",".join(gpus), "LOCAL_RANK": str(local_rank)}
+        self.device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(self.device)
+
     def join(self, rank: int, world: int, local_world: int, address: str, store: tuple[str, int] | None) -> None:
         """Become a rank of the policy; returns when all ranks have.
 
         `LOCAL_WORLD_SIZE` is set as torchrun does, since dispatchers read from it who shares a host. `LOCAL_RANK` is
-        not: torch's device meshes take it for the number of a GPU among those that the process sees, which is one.
+        not, unless by `see_host`: libraries take it for the number of a GPU among those that the process sees.
 
         Args:
             rank: this process's.

@@ -21,7 +21,7 @@ from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.policy.actor import PolicyActor
 from nemo_rl_dsv4.policy.sent_weights import SentWeights
 from nemo_rl_dsv4.routes import ROUTED_EXPERTS, RouterMode, RouterTally
-from nemo_rl_dsv4.utils.hosts import Host, Place, node_addresses, rank_order
+from nemo_rl_dsv4.utils.hosts import LEAVE_GPUS, Host, Place, host_views, node_addresses, rank_order
 from nemo_rl_dsv4.utils.ray_calls import CPU_WORKER_OPTIONS, GPU_WORKER_OPTIONS, get, kill, merged
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class PolicyGroup:
         device: `cpu`, or `cuda` for a GPU a rank; `PolicySpec.device` has to say the same.
         hosts: nodes that share the ranks evenly, in the order of the ranks; without any Ray chooses.
         environment: further environment variables of the ranks' processes.
+        sees_host: show each rank the GPUs of all ranks of its host instead of its own alone, which UCCL-EP needs.
     """
 
     def __init__(
@@ -50,17 +51,20 @@ class PolicyGroup:
         device: str = "cpu",
         hosts: Sequence[Host] = (),
         environment: Mapping[str, str] | None = None,
+        sees_host: bool = False,
     ) -> None:
         if hosts and world % len(hosts):
             raise UserError(f"{world} policy ranks do not divide over {len(hosts)} hosts; change cluster.num_nodes")
         self.world, self.device, self.version, self.updates = world, device, 0, 0
         self._stopped = threading.Event()
         self._hosts, self._places = tuple(hosts), tuple[Place, ...]()
+        self._sees_host = sees_host and device == "cuda"
+        variables = {**(environment or {}), **(dict.fromkeys(LEAVE_GPUS, "1") if self._sees_host else {})}
         own = CPU_WORKER_OPTIONS if device == "cpu" else GPU_WORKER_OPTIONS
         self.actors: list[Any] = []
         for number in range(world):
             host = self._hosts[number * len(hosts) // world].options() if hosts else {}
-            self.actors.append(PolicyActor.options(**merged(own, host, environment or {})).remote(device))
+            self.actors.append(PolicyActor.options(**merged(own, host, variables)).remote(device, self._sees_host))
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -82,6 +86,8 @@ class PolicyGroup:
         of_ranks = [addresses[place.node] for place in places]
         store = (of_ranks[0], get([first.open_store.remote(of_ranks[0])])[0]) if self.world > 1 else None
         everywhere = [place.node for place in places]
+        if self._sees_host:
+            get([actor.see_host.remote(*view) for actor, view in zip(self.actors, host_views(places), strict=True)])
         get(
             [
                 actor.join.remote(rank, self.world, everywhere.count(place.node), address, store)

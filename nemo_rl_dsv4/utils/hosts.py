@@ -24,6 +24,11 @@ SECONDS_TO_WAIT_FOR_NODES = 60.0
 """A run that ended a moment ago gives its nodes back within seconds."""
 
 
+LEAVE = "RAY_EXPERIMENTAL_NOSET_"
+"""Before the name of a variable: Ray then leaves that variable of a process as it is."""
+LEAVE_GPUS = (f"{LEAVE}CUDA_VISIBLE_DEVICES", f"{LEAVE}HIP_VISIBLE_DEVICES")
+
+
 class HostNeed(NamedTuple):
     """What a recipe wants of a cluster: `hosts` nodes, each with `gpus` GPUs and `cpus` slots for CPU processes."""
 
@@ -153,6 +158,20 @@ def rank_order(places: Sequence[Place], nodes: Sequence[str]) -> list[int]:
         range(len(places)),
         key=lambda i: (nodes.index(places[i].node), [_number(gpu) for gpu in places[i].gpus], i),
     )
+
+
+def host_views(places: Sequence[Place]) -> list[tuple[int, list[str], str]]:
+    """For each rank its number on its host, the GPUs of all ranks there in rank order, and the variable for them.
+
+    Args:
+        places: of the ranks, in rank order, a GPU each.
+    """
+    views = []
+    for rank, place in enumerate(places):
+        local = sum(earlier.node == place.node for earlier in places[:rank])
+        gpus = [gpu for other in places if other.node == place.node for gpu in other.gpus]
+        views.append((local, gpus, place.variable))
+    return views
 
 
 def _number(name: str) -> tuple[int, int, str]:

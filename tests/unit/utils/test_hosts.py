@@ -6,7 +6,7 @@ import pytest
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.utils import hosts
-from nemo_rl_dsv4.utils.hosts import Host, HostNeed, Place, check_cluster, rank_order
+from nemo_rl_dsv4.utils.hosts import Host, HostNeed, Place, check_cluster, host_views, rank_order
 
 
 def node(address: str, gpus: int, cpus: int = 64, *, alive: bool = True) -> dict:
@@ -20,6 +20,20 @@ def test_ranks_go_node_after_node_and_by_gpu_number():
     assert rank_order(places, ["n2", "n1"]) == [3, 0, 2, 1]
     assert rank_order([Place("n", ("GPU-b",)), Place("n", ("GPU-a",))], ["n"]) == [1, 0]
     assert rank_order([Place("n"), Place("n"), Place("n")], ["n"]) == [0, 1, 2]
+
+
+def test_a_rank_that_sees_its_host_finds_its_gpu_under_its_number_there():
+    """UCCL-EP takes LOCAL_RANK, or the current device, for both: with one GPU in sight all ranks were number 0."""
+    places = [
+        Place("n1", ("3",), "HIP_VISIBLE_DEVICES"),
+        Place("n1", ("5",), "HIP_VISIBLE_DEVICES"),
+        Place("n2", ("0",)),
+    ]
+    assert host_views(places) == [
+        (0, ["3", "5"], "HIP_VISIBLE_DEVICES"),
+        (1, ["3", "5"], "HIP_VISIBLE_DEVICES"),
+        (0, ["0"], "CUDA_VISIBLE_DEVICES"),
+    ]
 
 
 def test_nodes_are_ordered_by_address():
