@@ -12,7 +12,7 @@ mini recipes run: BF16 over float32 master weights, every rounding site on, `att
 a last-bit difference moves a value to the next FP8 code, in whatever order the same machine adds. So `qat` has rows of
 one GPU against itself: `one, rows rotated` with other rows beside each other in a micro-batch; `one, half
 micro-batches`, whose matrix products have other shapes and so other orders of additions, as those of cp2ep2 have; and
-`one, sums off by 1e-7`, the same on any device: BF16 products get a random error of that size before they are rounded.
+`one, sums off by 1e-7`, the same on any device: products get a random error of that size before they are rounded.
 A layout that computes the same differs by about as much as the last two.
 
 Speed, of `qat`: median seconds of a step of one GPU and of two, with the same batch (strong scaling) and with twice the
@@ -51,6 +51,7 @@ import vllm_refit
 
 from nemo_rl_dsv4.grpo.loss import ClippedPGLoss
 from nemo_rl_dsv4.grpo.settings import LossSettings
+from nemo_rl_dsv4.mismatch.summation import OtherSums
 from nemo_rl_dsv4.model.build import CPU_BACKEND
 from nemo_rl_dsv4.model.qat import SWITCHES
 from nemo_rl_dsv4.model.quantized_weights import refresh_quantized, stored_codes
@@ -175,25 +176,6 @@ def own_rows(whole: dict[str, torch.Tensor], sizes: ParallelSizes, rank: int) ->
     return {key: value[first : first + share] for key, value in whole.items()}
 
 
-@contextlib.contextmanager
-def perturbed_products(size: float) -> Iterator[None]:
-    """Inside, a linear layer's BF16 output is rounded from float32 sums that are off by `size` of their RMS."""
-    linear = torch.nn.functional.linear
-
-    def perturbed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if x.dtype != torch.bfloat16:
-            return linear(x, weight, bias)
-        sums = linear(x.float(), weight.float(), None if bias is None else bias.float())
-        error = size * sums.detach().square().mean().sqrt() * torch.randn_like(sums)
-        return (sums + error).to(x.dtype)
-
-    torch.nn.functional.linear = perturbed
-    try:
-        yield
-    finally:
-        torch.nn.functional.linear = linear
-
-
 def train(worker: PolicyWorker, data: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> Found:
     """One optimizer step."""
     return worker.train(
@@ -313,7 +295,7 @@ def run_rank(rank: int, world: int, folder: str, layout: str, turns: list[str], 
             halved = replace(setting, micro_batch=max(1, setting.micro_batch // 2))
             again = numbers(build(halved, sizes, variant), halved, sizes, rank)
             leave(here, f"parity-{variant}-{HALVED}", again, rank)
-            with perturbed_products(1e-7):
+            with OtherSums(1e-7):
                 again = numbers(build(setting, sizes, variant), setting, sizes, rank)
             leave(here, f"parity-{variant}-{PERTURBED}", again, rank)
             del again

@@ -55,7 +55,7 @@ def draw_study(study: Study, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = 1 + bool(study.positions) + bool(study.layers)
-    bars = len(study.variants) + (study.floor is not None)
+    bars = len(study.variants) + (study.floor is not None) + (study.other_sums is not None)
     figure = Figure(figsize=(7.5 + 4.5 * (panels - 1), 2.0 + 0.28 * bars), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(1, panels, squeeze=False)[0])
@@ -88,6 +88,8 @@ def _bars(axes: Axes, study: Study) -> None:
     ]
     if study.floor is not None:
         entries.append(("engine against its own prefill", "floor", study.floor.k3))
+    if study.other_sums is not None:
+        entries.append(("trainer against itself, other sums", "floor", study.other_sums.k3))
     entries.reverse()
     for height, (_, kind, k3) in enumerate(entries):
         if k3.mean <= 0:

@@ -18,6 +18,7 @@ from nemo_rl_dsv4.mismatch.engines import CpuEngine, RolloutEngine, captured
 from nemo_rl_dsv4.mismatch.measure import Mismatch, by_position, compare, worst_tokens
 from nemo_rl_dsv4.mismatch.rollout_file import Rollout
 from nemo_rl_dsv4.mismatch.study import EVERYTHING, Study, Variant
+from nemo_rl_dsv4.mismatch.summation import OtherSums
 from nemo_rl_dsv4.mismatch.trainers import Trainer, trainers_of
 from nemo_rl_dsv4.model.build import CPU_BACKEND, resolve_dtype
 from nemo_rl_dsv4.numerics import get_profile
@@ -209,6 +210,8 @@ def study_of(
     def against(t: Tensor) -> Mismatch:
         return compare(r, t, mask, prompts)
 
+    other_sums = None
+
     if trainers is None:
         routes = ROUTED_EXPERTS in rollout.tensors
         profile = get_profile(model.profile)
@@ -223,6 +226,8 @@ def study_of(
             start = rollout.tensors["prompt_lengths"]
             positions = by_position(*(_from_prompt(x, start) for x in (r, t, mask)))
             worst = worst_tokens(rollout.tensors["input_ids"], start, mask, rollout=r, trainer=t, prefill=prefill)
+            with OtherSums():
+                other_sums = compare(t, score(worker, rollout, replay=trainer.replay)[0], mask, prompts)
             if engine is not None:
                 layers = compare_layers(engine, worker, rollout)
         advance(trainer.name)
@@ -234,6 +239,7 @@ def study_of(
         positions=tuple(positions),
         layers=tuple(layers),
         worst=tuple(worst),
+        other_sums=other_sums,
     )
 
 

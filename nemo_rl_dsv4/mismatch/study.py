@@ -45,6 +45,9 @@ class Study:
         positions: distances along the response of the fully aligned trainer.
         layers: per layer `layer`, `cosine` (mean over tokens of trainer and engine hidden states) and `relative_error`.
         worst: the tokens at which the fully aligned trainer is farthest away; see `measure.worst_tokens`.
+        other_sums: the fully aligned trainer against itself with every product off by a last-bit error of its sum
+            (`summation.OtherSums`): what two programs that only add in different orders are apart. None where it was
+            not measured.
     """
 
     engine: dict[str, Any]
@@ -54,6 +57,7 @@ class Study:
     positions: tuple[dict[str, float], ...] = ()
     layers: tuple[dict[str, float], ...] = field(default=())
     worst: tuple[dict[str, float], ...] = ()
+    other_sums: Mismatch | None = None
 
     def variant(self, name: str, kind: Kind) -> Variant | None:
         """The trainer of that name and kind, if it was measured."""
@@ -77,6 +81,7 @@ def conclusions(study: Study) -> list[str]:
         )
     if everything:
         said += _against_floor(everything, study.floor)
+        said += _against_other_sums(everything, study.other_sums)
         said += _what_to_fix(study, everything)
     said += _replay(study, everything)
     said += _few_tokens(study, everything)
@@ -103,6 +108,21 @@ def _against_floor(everything: Variant, floor: Mismatch | None) -> list[str]:
         f"The engine's decoding is {limit} from its own prefill; the aligned trainer stands at {share:.2g} times that"
         + (f": {closer}." if closer else ".")
     ]
+
+
+def _against_other_sums(everything: Variant, other_sums: Mismatch | None) -> list[str]:
+    if other_sums is None:
+        return []
+    rest, own = everything.mismatch.k3, other_sums.k3
+    said = f"Last-bit errors of its own sums move the aligned trainer by {own} from itself"
+    if rest.mean <= 0:
+        return [said + "."]
+    if own.mean >= 0.5 * rest.mean:
+        return [
+            f"{said}, {own.mean / rest.mean:.2g} times what it is from the rollout: the order of additions is enough "
+            "for that distance, no rounding that is left to align."
+        ]
+    return [f"{said}, {own.mean / rest.mean:.2g} times what it is from the rollout: the rest has another cause."]
 
 
 def _what_to_fix(study: Study, everything: Variant) -> list[str]:
@@ -162,10 +182,12 @@ def _few_tokens(study: Study, everything: Variant | None) -> list[str]:
 
 
 def rows(study: Study) -> Sequence[dict[str, str]]:
-    """The table, one row a variant, texts ready to print; the floor comes last."""
+    """The table, one row a variant, texts ready to print; the floors come last."""
     table = [_row(v.name, v.kind, v.mismatch, v.overlap) for v in study.variants]
     if study.floor is not None:
         table.append(_row("engine: decoding against its prefill", "floor", study.floor, None))
+    if study.other_sums is not None:
+        table.append(_row("trainer: against itself, other sums", "floor", study.other_sums, None))
     return table
 
 

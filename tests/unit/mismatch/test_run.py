@@ -57,6 +57,7 @@ def test_the_aligned_trainer_agrees_and_the_others_do_not(studied) -> None:
 
 def test_floor_replay_positions_and_layers_are_measured(studied) -> None:
     assert studied.floor is not None and studied.floor.k3.mean < 1e-4
+    assert studied.other_sums is not None and 0 < studied.other_sums.k3.mean < 0.1
     assert studied.variant("router replay", "replay").overlap > 0.9
     assert studied.positions[0]["first"] == 0
     assert sum(row["tokens"] for row in studied.positions) == studied.floor.tokens

@@ -30,6 +30,14 @@ def test_the_largest_site_is_named_first_and_noise_is_called_noise() -> None:
     assert said[5] == "Within noise on this rollout: indexer."
 
 
+def test_what_another_order_of_additions_would_do_is_set_beside_the_distance() -> None:
+    said = conclusions(replace(study(), other_sums=mismatch(8e-4)))
+    assert "0.8 times what it is from the rollout: the order of additions is enough" in said[2]
+    said = conclusions(replace(study(), other_sums=mismatch(1e-5)))
+    assert "0.01 times what it is from the rollout: the rest has another cause" in said[2]
+    assert rows(replace(study(), other_sums=mismatch(1e-5)))[-1]["trainer"] == "trainer: against itself, other sums"
+
+
 def test_no_site_stands_out() -> None:
     assert conclusions(study(kv=1.05e-3))[-1] == (
         "Leaving any one of them out changes k3 by less than its confidence interval."
