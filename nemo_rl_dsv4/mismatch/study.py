@@ -119,8 +119,8 @@ def _against_other_sums(everything: Variant, other_sums: Mismatch | None) -> lis
         return [said + "."]
     if own.mean >= 0.5 * rest.mean:
         return [
-            f"{said}, {own.mean / rest.mean:.2g} times what it is from the rollout: the order of additions is enough "
-            "for that distance, no rounding that is left to align."
+            f"{said}, {own.mean / rest.mean:.2g} times what it is from the rollout: the order of additions alone "
+            "explains that distance, and no rounding is left to align."
         ]
     return [f"{said}, {own.mean / rest.mean:.2g} times what it is from the rollout: the rest has another cause."]
 
