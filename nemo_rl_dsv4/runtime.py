@@ -18,7 +18,7 @@ import yaml
 
 from nemo_rl_dsv4.cluster import check_hosts, hosts_needed, policy_hosts, ray_cluster
 from nemo_rl_dsv4.config import MasterConfig, validate
-from nemo_rl_dsv4.config.prompts import dataset_section, make_datasets, make_prompts, make_tokenizer
+from nemo_rl_dsv4.config.prompts import dataset_section, make_datasets, make_prompts, make_tokenizer, steps_of_run
 from nemo_rl_dsv4.config.runs_here import not_implemented
 from nemo_rl_dsv4.config.topology import packed_length
 from nemo_rl_dsv4.data import Tokenizer
@@ -81,8 +81,11 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
     loader, val_prompts = make_prompts(config, tokenizer, train_set, val_set)
     settings = TrainerSettings.from_config(config)
     warn_of_biased_sampling(config, console)
+    steps, short = steps_of_run(config, loader)
+    if short is not None:
+        console.print(short, highlight=False, soft_wrap=True)
     with ray_cluster(config):
-        progress_bars = RunConsole(console, config.grpo.max_num_steps)
+        progress_bars = RunConsole(console, steps)
         phases = Phases(progress_bars)
         # Engines that roll out beside training have no bar: the phase on show is another one.
         on_progress = (lambda count: None) if config.grpo.async_grpo.enabled else phases.advance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_rl_dsv4.config import MasterConfig
-from nemo_rl_dsv4.config.prompts import TINY, make_datasets, make_prompts, make_tokenizer
+from nemo_rl_dsv4.config.prompts import TINY, make_datasets, make_prompts, make_tokenizer, steps_of_run
 from nemo_rl_dsv4.data.datasets import NEMO_RL_NAMES
 from nemo_rl_dsv4.data.hub_problems import HUB_SETS, is_local
 from nemo_rl_dsv4.data.tokenizer import RELEASED_NAME
@@ -59,6 +59,8 @@ def data_rows(config: MasterConfig) -> list[tuple[str, str]]:
     loader, val_prompts = make_prompts(config, tokenizer, train_set, val_set)
     lengths = [len(prompt.token_ids) for prompt in (*loader.prompts, *val_prompts)]
     rows.append(("prompts", f"{min(lengths)} to {max(lengths)} tokens; {len(loader)} batches an epoch"))
+    steps, short = steps_of_run(config, loader)
+    rows.append(("run", f"{steps} steps" if short is None else short))
     example = loader.next_batch()[0]
     text = tokenizer.decode(example.token_ids, skip_special_tokens=False)
     shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."

@@ -52,6 +52,25 @@ def make_prompts(
     return loader, [prompt for batch in val_loader for prompt in batch]
 
 
+def steps_of_run(config: MasterConfig, loader: PromptLoader) -> tuple[int, str | None]:
+    """Steps that a run can make, and a sentence where its data ends before the `grpo.max_num_steps` of a recipe.
+
+    With dynamic sampling a step may take several batches, so the data can end sooner still.
+    """
+    grpo = config.grpo
+    steps = grpo.max_num_epochs * len(loader)
+    if steps >= grpo.max_num_steps:
+        return grpo.max_num_steps, None
+    if grpo.max_num_steps == type(grpo).model_fields["max_num_steps"].default:  # nobody asked for a number of steps
+        return steps, None
+    most = "at most " if grpo.use_dynamic_sampling else ""
+    return steps, (
+        f"note: the run ends after {most}{steps} steps, before grpo.max_num_steps {grpo.max_num_steps}: data.train has "
+        f"{len(loader.prompts)} prompts for steps of {loader.batch}, and grpo.max_num_epochs is {grpo.max_num_epochs}; "
+        "raise one of them for more"
+    )
+
+
 def make_datasets(config: MasterConfig) -> tuple[list[Problem], list[Problem] | None]:
     """Training and validation problems.
 

@@ -19,7 +19,7 @@ import yaml
 
 from nemo_rl_dsv4.cluster import ray_cluster
 from nemo_rl_dsv4.config import MasterConfig, validate
-from nemo_rl_dsv4.config.prompts import make_prompts, make_tokenizer
+from nemo_rl_dsv4.config.prompts import make_prompts, make_tokenizer, steps_of_run
 from nemo_rl_dsv4.config.runs_here import not_implemented
 from nemo_rl_dsv4.data import Tokenizer
 from nemo_rl_dsv4.errors import UserError
@@ -157,6 +157,9 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> Path:
     tokenizer = make_tokenizer(config)
     train_set, val_set = nemo_data.load_problems(config)
     loader, val_prompts = make_prompts(config, tokenizer, train_set, val_set)
+    _, short = steps_of_run(config, loader)
+    if short is not None:
+        console.print(short, highlight=False, soft_wrap=True)
     settings = TrainerSettings.from_config(config)
 
     def upstream_config(config: MasterConfig, log_dir: Path | str, checkpoints: Path | str) -> Any:
