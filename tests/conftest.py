@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import sys
 from typing import Any
@@ -71,6 +72,12 @@ TINY_CONFIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 """Every kind of layer (hashed, ratio 0, 4 and 128), with whole and partial 128 blocks."""
+
+
+def pytest_collection_finish() -> None:
+    """What importing left behind stays: the collector does not look at these millions of objects again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The policy benchmark runs on a CPU at a small size."""
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -11,10 +11,12 @@ BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "policy.py"
 
 
 @pytest.mark.slow
-def test_every_mode_is_measured_against_bf16():
-    command = [sys.executable, str(BENCHMARK), "--device", "cpu", "--layers", "2", "--tokens", "32", "--repeats", "1"]
-    done = subprocess.run([*command, "--warm", "1", "--json"], capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_every_mode_is_measured_against_bf16(monkeypatch, capsys):
+    words = ["--device", "cpu", "--layers", "2", "--tokens", "32", "--repeats", "1", "--warm", "1", "--json"]
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARK), *words])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert runpy.run_path(str(BENCHMARK))["main"]() == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
     modes = found["modes"]
     assert modes["bf16"]["over_bf16"] == 1.0
     assert all(modes[mode]["ms"] > 0 for mode in ("bf16", "qat", "fp8"))
