@@ -9,14 +9,26 @@ from collections.abc import Callable
 from nemo_rl_dsv4.errors import UserError
 
 OK, FINDING, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+FAILED = 1
+
+_OUT_OF_MEMORY = (
+    "lower policy.train_micro_batch_size, policy.logprob_batch_size or policy.logprob_chunk_size, or what a rollout "
+    "engine on the same GPU keeps (policy.generation.vllm_cfg.gpu_memory_utilization; policy.dsv4.engine_sleep gives "
+    "it back); end what else runs there; `nemo-rl-dsv4 plan` estimates what a recipe needs"
+)
+_DIED = (
+    "the host may be short of memory (its kernel's log says so), or the process crashed (Ray's session folder has its "
+    "log); a run with checkpoints goes on with --resume"
+)
 
 
 def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
     """Runs `command` and returns the process's exit status.
 
     A `UserError`, also one that a Ray task or actor raised, becomes one line on stderr and status 2. `debug` shows the
-    traceback of what would otherwise be one line. Any other exception is a defect: its traceback is always shown, and
-    the status is 1.
+    traceback of what would otherwise be one line. Memory that a GPU does not have, and a process of the run that died,
+    are one line with what to do, and status 1. Any other exception is a defect: its traceback is always shown, and the
+    status is 1.
     """
     try:
         return command()
@@ -30,6 +42,26 @@ def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
             traceback.print_exc()
         _say("interrupted")
         return INTERRUPTED
+    except Exception as error:
+        reason = _lack(error)
+        if reason is None:
+            raise
+        if debug:
+            traceback.print_exc()
+        _say(f"error: {reason}")
+        return FAILED
+
+
+def _lack(error: Exception) -> str | None:
+    """What the run lacked, where an exception says so and is no defect. By names: no library is imported for it."""
+    cause = getattr(error, "cause", None)
+    original = cause if isinstance(cause, Exception) else error
+    names = {kind.__name__ for kind in type(original).__mro__}
+    if "OutOfMemoryError" in names and "RuntimeError" in names:  # torch's; Ray's of this name is no RuntimeError
+        return f"{one_line(original).partition(' Of the allocated memory')[0].rstrip('.')}; {_OUT_OF_MEMORY}"
+    if "RayActorError" in names:
+        return f"a process of the run died: {one_line(original)}; {_DIED}"
+    return None
 
 
 def one_line(error: BaseException) -> str:

@@ -51,6 +51,34 @@ def test_a_user_error_from_a_ray_task_is_its_own_message(capsys):
     assert str(pickle.loads(pickle.dumps(UserError("a")))) == "a"
 
 
+def test_memory_that_a_gpu_does_not_have_is_one_line(capsys):
+    """Seen on an H200: the recipe's error was the last of 60 lines of a worker's traceback."""
+    import torch
+    from ray.exceptions import RayTaskError
+
+    text = (
+        "CUDA out of memory. Tried to allocate 172.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 105.56 "
+        "MiB is free. Of the allocated memory 15.26 GiB is allocated by PyTorch."
+    )
+    wrapped = RayTaskError("task", "Traceback ...", torch.OutOfMemoryError(text)).as_instanceof_cause()
+    for error in (wrapped, torch.OutOfMemoryError(text)):
+        assert guarded(raises(error)) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("error: CUDA out of memory. Tried to allocate 172.00 MiB.") and said.count("\n") == 1
+        assert "105.56 MiB is free; lower policy.train_micro_batch_size" in said and "by PyTorch" not in said
+
+
+def test_a_process_that_died_is_one_line(capsys):
+    from ray.exceptions import ActorDiedError, RayActorError
+
+    assert guarded(raises(RayActorError(error_msg="The actor died\nunexpectedly"))) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: a process of the run died: The actor died unexpectedly; the host may be short")
+    assert "--resume" in said and said.count("\n") == 1
+    assert guarded(raises(ActorDiedError()), debug=True) == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError(), BrokenPipeError(), FloatingPointError("loss is nan")])
 def test_a_defect_is_not_hidden(error):
     """A connection that broke during a run used to end it with status 0, as if a reader of our output had gone away."""
