@@ -1,10 +1,12 @@
-"""One Ray for the tests of a module that need several processes; other tests start their own."""
+"""What tests of several processes share: one Ray a module, where they do not start their own, and a checkpoint."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+
+from nemo_rl_dsv4.model.release_writer import write_release_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -17,3 +19,11 @@ def cluster():
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, config_once, training_once):
+    """A released checkpoint of the tiny model with random weights."""
+    folder = tmp_path_factory.mktemp("release") / "model"
+    write_release_checkpoint(training_once, config_once, folder, expert_format="fp8")
+    return folder

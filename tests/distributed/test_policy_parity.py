@@ -20,7 +20,6 @@ from nemo_rl_dsv4.grpo.loss import ClippedPGLoss
 from nemo_rl_dsv4.grpo.settings import LossSettings
 from nemo_rl_dsv4.model.build import CPU_BACKEND
 from nemo_rl_dsv4.model.qat import SWITCHES
-from nemo_rl_dsv4.model.release_writer import write_release_checkpoint
 from nemo_rl_dsv4.policy.group import PolicyGroup
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec
@@ -29,13 +28,6 @@ from nemo_rl_dsv4.routes import RouterMode
 pytestmark = pytest.mark.slow
 STEPS = 2
 ROWS = 8
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory, config_once, training_once):
-    folder = tmp_path_factory.mktemp("release") / "model"
-    write_release_checkpoint(training_once, config_once, folder, expert_format="fp8")
-    return folder
 
 
 @pytest.fixture(scope="module")

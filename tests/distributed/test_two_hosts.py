@@ -22,7 +22,6 @@ from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.engine_places import own_places, shared_places
 from nemo_rl_dsv4.grpo.loss import ClippedPGLoss
 from nemo_rl_dsv4.model.official_names import expected_tensors
-from nemo_rl_dsv4.model.release_writer import write_release_checkpoint
 from nemo_rl_dsv4.policy.group import PolicyGroup
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.sent_weights import SentWeights
@@ -50,13 +49,6 @@ def cluster():
 @pytest.fixture(scope="module")
 def hosts(cluster):
     return reserve(HostNeed(2, 0, 2)).hosts
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory, config_once, training_once):
-    folder = tmp_path_factory.mktemp("release") / "model"
-    write_release_checkpoint(training_once, config_once, folder, expert_format="fp8")
-    return folder
 
 
 @pytest.fixture(scope="module")
