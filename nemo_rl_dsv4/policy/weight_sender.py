@@ -76,56 +76,53 @@ class WeightSender:
         Raises:
             UserError: see `SharedSender.send`.
         """
-        vote = _all_ranks
         exported = False
         try:
             stream = export()
             exported = True
             if self._store is not None and stream is not None:
-                return self._broadcast(self._store, stream, version, vote)
+                return self._broadcast(self._store, stream, version)
             if self._sender is not None and stream is not None:
-                return self._sender.send(stream, version=version, vote=vote).to_dict()
-            return self._take_part(stream or (), vote)
+                return self._sender.send(stream, version=version, vote=_all_ranks).to_dict()
+            return self._take_part(stream or ())
         except BaseException:
             if not exported:
-                vote(False)
+                _all_ranks(False)
             raise
         finally:
             self._close()
 
-    def _broadcast(
-        self, store: dist.TCPStore, stream: Stream, version: int, vote: Callable[[bool], bool]
-    ) -> dict[str, Any]:
+    def _broadcast(self, store: dist.TCPStore, stream: Stream, version: int) -> dict[str, Any]:
         """Through a group of this refit alone: nothing of it is left to an engine that fails."""
         try:
             channel = open_channel(store, rank=0, size=1 + self.receivers, device=self._device)
         except UserError:
-            self._take_part(stream, lambda good: vote(False))
+            self._take_part(stream, can_commit=False)
             raise
         try:
             sender = BroadcastSender(channel, capacity_bytes=self._bucket_bytes)
-            return sender.send(stream, version=version, vote=vote).to_dict()
+            return sender.send(stream, version=version, vote=_all_ranks).to_dict()
         finally:
             channel.close()
 
-    def _take_part(self, stream: Stream, vote: Callable[[bool], bool]) -> None:
+    def _take_part(self, stream: Stream, *, can_commit: bool = True) -> None:
         """Gather what other ranks send, and vote with them."""
         good = False
         try:
             for _ in stream:
                 pass
-            good = True
+            good = can_commit
         finally:
-            vote(good)
+            _all_ranks(good)
 
     def _close(self) -> None:
         self._store = None  # engines that still wait for it hear that it is gone
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-            if self._device.type == "cuda":
-                torch.cuda.ipc_collect()
-                torch.cuda.empty_cache()  # an engine that wakes up takes its KV cache next
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()  # an engine that wakes up takes its KV cache next
 
 
 def _all_ranks(good: bool) -> bool:
