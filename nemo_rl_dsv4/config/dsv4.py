@@ -61,6 +61,12 @@ class Alignment(Section):
     """Attention logits and softmax in float32 (`attn: sdpa`; `tilelang` does it by itself)."""
     compressor_fp32: bool | None = None
     """Compressed entries and indexer keys stay in float32 until they are rounded for the cache."""
+    hc_mix_fp32: bool | None = None
+    """Hyper-connections mix streams with float32 coefficients and one cast."""
+    hc_tf32: bool | None = None
+    """Hyper-connection coefficients come from TF32 weights."""
+    hc_norm_fp32: bool | None = None
+    """Norms take the mean square of the collapsed streams before their cast."""
     gate_fp32: bool | None = None
     """Router logits in float32."""
     routing_weights_fp32: bool | None = None

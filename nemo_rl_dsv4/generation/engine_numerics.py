@@ -20,6 +20,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 from nemo_rl_dsv4.model.seam import Seam, attach, during, wrap_function
 from nemo_rl_dsv4.numerics import QuantSpec, fake_quant
+from nemo_rl_dsv4.numerics.profiles import RolloutProfile
 from nemo_rl_dsv4.numerics.rotary import inverse_rope_fake_quant
 from nemo_rl_dsv4.numerics.swiglu import swiglu_fake_quant
 
@@ -35,6 +36,7 @@ class _Attention:
 
 
 _attention: ContextVar[_Attention | None] = ContextVar("engine_attention", default=None)
+_mean_square: ContextVar[torch.Tensor | None] = ContextVar("mean_square_before_cast", default=None)
 _around: ContextVar[torch.dtype | None] = ContextVar("engine_activations", default=None)
 
 
@@ -73,7 +75,9 @@ class EngineNorm(Seam):
         """[..., D] in its own dtype."""
         module: Any = self
         wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.variance_epsilon)
+        known = _mean_square.get()
+        mean_square = wide.square().mean(-1, keepdim=True) if known is None else known
+        normed = wide * torch.rsqrt(mean_square + module.variance_epsilon)
         return (module.weight.float() * normed).to(x.dtype)
 
 
@@ -114,6 +118,56 @@ class EngineCompressor(Seam):
         with during(_around, hidden_states.dtype):
             compressed, bias = super().forward(hidden_states.float(), *args, **kwargs)
         return compressed.to(hidden_states.dtype), bias
+
+
+class EngineLayer(Seam):
+    """A layer whose streams are mixed in float32 and cast once."""
+
+    _norm_fp32: bool
+
+    def forward(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """[B, S, N, D] streams to the same; `post * out + comb^T streams` after attention and after the experts."""
+        module: Any = self
+        dtype = hidden_states.dtype
+        streams = hidden_states.float()
+        for mixer, norm, run in (
+            (module.attn_hc, module.input_layernorm, lambda x: module.self_attn(x, **kwargs)[0]),
+            (module.ffn_hc, module.post_attention_layernorm, lambda x: module.mlp(x, input_ids=input_ids)),
+        ):
+            post, comb, collapsed = mixer(streams)
+            with during(_mean_square, collapsed.square().mean(-1, keepdim=True) if self._norm_fp32 else None):
+                normed = norm(collapsed.to(dtype))
+            mixed = torch.einsum("bskj,bskd->bsjd", comb, streams) + post[..., None] * run(normed)[:, :, None].float()
+            streams = mixed.to(dtype).float()
+        return streams.to(dtype)
+
+
+class EngineMixer(Seam):
+    """Hyper-connection coefficients from TF32 weights, of the one embedding where all streams are it."""
+
+    _first: bool
+
+    def forward(self, hidden_streams: torch.Tensor) -> Any:
+        """transformers' forward on [B, S, N, D]."""
+        module: Any = self
+        kept = module.fn.data
+        if self._first:
+            parts = list(kept.chunk(module.hc_mult, dim=-1))
+            total = torch.stack(parts).sum(0)
+            read = torch.cat([_tf32(total), *(torch.zeros_like(part) for part in parts[1:])], dim=-1)
+        else:
+            read = _tf32(kept)
+        module.fn.data = read
+        try:
+            return super().forward(hidden_streams)
+        finally:
+            module.fn.data = kept
+
+
+def _tf32(x: torch.Tensor) -> torch.Tensor:
+    """Nearest value with 10 mantissa bits."""
+    mantissa, exponent = torch.frexp(x.double())
+    return torch.ldexp((mantissa * 2.0**11).round(), exponent - 11).float()
 
 
 class EngineScorer(Seam):
@@ -190,18 +244,29 @@ def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
     return eager_attention_forward
 
 
-def install_engine_numerics(model: hf.DeepseekV4ForCausalLM, dtype: torch.dtype) -> None:
+def install_engine_numerics(model: hf.DeepseekV4ForCausalLM, dtype: torch.dtype, profile: RolloutProfile) -> None:
     """Cast the model to `dtype`, but for what the engine keeps in float32, and attach what no rounding site needs.
 
-    Float32 stay: hyper-connections, sinks, position tables, norms, routers, and the compressors' two projections, whose
-    weights arrive in BF16 and whose products the engine leaves in float32.
+    Hyper-connections are the profile's with BF16 only: engines have no float32 streams. Float32 stay their weights,
+    sinks, position tables, norms, routers, and the compressors' two projections, whose weights arrive in BF16 and whose
+    products the engine leaves in float32.
     """
     wrap_function(hf, "apply_rotary_pos_emb", _rope)
     wrap_function(hf, "eager_attention_forward", _attend)
+    frequencies = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
     nn.Module.to(model, dtype)
+    for name, buffer in frequencies.items():  # no checkpoint brings them back
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer)
     for module in list(model.modules()):
         if isinstance(module, hf.DeepseekV4HyperConnection | hf.DeepseekV4HyperHead):
             module.float()
+        elif isinstance(module, hf.DeepseekV4DecoderLayer) and dtype != torch.float32:
+            if profile.hc_mix_fp32:
+                attach(module, EngineLayer, _norm_fp32=profile.hc_norm_fp32)
+            if profile.hc_tf32:
+                attach(module.attn_hc, EngineMixer, _first=module.layer_idx == 0)
+                attach(module.ffn_hc, EngineMixer, _first=False)
         elif isinstance(module, hf.DeepseekV4Attention):
             module.sinks.data = module.sinks.data.float()
             attach(module, EngineAttention, _fused=False)
@@ -209,7 +274,7 @@ def install_engine_numerics(model: hf.DeepseekV4ForCausalLM, dtype: torch.dtype)
         elif isinstance(module, hf.DeepseekV4RMSNorm):
             attach(module.float(), EngineNorm)
         elif isinstance(module, hf.DeepseekV4RotaryEmbedding):
-            attach(module.float(), EngineRope)
+            attach(module, EngineRope)
         elif isinstance(module, hf.DeepseekV4TopKRouter | hf.DeepseekV4HashRouter):
             attach(module.float(), InFloat32)
         elif isinstance(module, hf.DeepseekV4Experts) and dtype != torch.float32:

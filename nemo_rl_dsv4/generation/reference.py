@@ -70,7 +70,7 @@ class ReferenceEngine:
         self.max_batch_size, self.length_slack, self.decode = max_batch_size, length_slack, decode
         self.max_length = min(int(config.max_position_embeddings), max_length or int(config.max_position_embeddings))
         self.model = hf.DeepseekV4ForCausalLM(config).float().eval().requires_grad_(False)
-        install_engine_numerics(self.model, dtype)
+        install_engine_numerics(self.model, dtype, profile)
         self.rounded_sites = install_rollout_rounding(self.model, profile)
         self.route_capture = RouteCapture(self.model) if capture_routes else None
         self.has_weights = False

@@ -21,6 +21,7 @@ from nemo_rl_dsv4.model.seam import Seam, attach, during, engine_dtype, wrap_fun
 from nemo_rl_dsv4.model.seams_attention import Fp32Compressor, attach_attention_call
 from nemo_rl_dsv4.model.seams_experts import AUTOMODEL_STEPS, expert_class, set_hidden
 from nemo_rl_dsv4.model.seams_linear import CastsInput, EngineWeight
+from nemo_rl_dsv4.model.seams_streams import attach_streams
 from nemo_rl_dsv4.numerics.alignment import SWITCHES
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
 
@@ -106,6 +107,9 @@ def install_alignment(
                 attach(module.indexer.weights_proj, CastsInput)
     if on["attention_fp32"] and any(m.backend.attn == "tilelang" for m in _attentions(modules)):
         found["attention_fp32"] = "on, as attn: tilelang computes by itself"
+    if on["hc_mix_fp32"] or on["hc_tf32"] or on["hc_norm_fp32"]:
+        blocks = [m for m in modules.values() if isinstance(m, v4_model.DeepseekV4Block)]
+        attach_streams(blocks, mix_fp32=on["hc_mix_fp32"], tf32=on["hc_tf32"], norm_fp32=on["hc_norm_fp32"])
     if on["gate_fp32"] or on["routing_weights_fp32"]:
         for gate in gates:
             attach(gate, Fp32Gate, _logits_fp32=on["gate_fp32"], _weights_fp32=on["routing_weights_fp32"])

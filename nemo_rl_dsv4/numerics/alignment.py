@@ -7,6 +7,7 @@ installs it. `docs/alignment.md` has the measured effect of each.
 from dataclasses import dataclass
 
 _V4 = "vLLM 0.26.0 vllm/models/deepseek_v4"
+_MHC = "vLLM 0.26.0 vllm/model_executor/kernels/mhc"
 _MOE = "vLLM 0.26.0 vllm/model_executor/layers/fused_moe"
 
 
@@ -56,6 +57,26 @@ DIFFERENCES = (
         "float32 weights; a BF16 cast after pooling, after the norm and after RoPE",
         f"{_V4}/common/ops/fused_compress_quant_cache.py _fused_kv_compress_norm_rope_insert_sparse_attn, "
         "_fused_kv_compress_norm_rope_insert_indexer_attn",
+    ),
+    Difference(
+        "hc_mix_fp32",
+        "hyper-connections mix streams with float32 coefficients and cast once",
+        "coefficients are cast to the activations' dtype, and so are both products and their sum",
+        f"{_MHC}/tilelang_kernels.py mhc_post_tilelang, mhc_fused_tilelang; torch.py mhc_post_torch",
+    ),
+    Difference(
+        "hc_tf32",
+        "hyper-connection coefficients come from TF32 weights; those of the first layer's attention from the TF32 sum "
+        "of its weight over streams (in a batch of up to 16 tokens from float32 weights)",
+        "float32 weights",
+        f"{_MHC}/tilelang.py mhc_pre_tilelang, mhc_pre_broadcast_tilelang, mhc_fused_post_pre_tilelang; "
+        "DeepGEMM csrc/jit_kernels/impls/sm90_tf32_hc_prenorm_gemm.hpp",
+    ),
+    Difference(
+        "hc_norm_fp32",
+        "the norm before attention and experts takes the mean square of the collapsed streams before their BF16 cast",
+        "after their BF16 cast",
+        f"{_MHC}/tilelang_kernels.py mhc_pre_big_fuse_with_norm_tilelang",
     ),
     Difference(
         "gate_fp32",

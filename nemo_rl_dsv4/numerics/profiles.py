@@ -71,6 +71,9 @@ class RolloutProfile:
     query_norm_fp32: bool = True
     attention_fp32: bool = True
     compressor_fp32: bool = True
+    hc_mix_fp32: bool = True
+    hc_tf32: bool = False
+    hc_norm_fp32: bool = False
     gate_fp32: bool = True
     routing_weights_fp32: bool = True
     silu_bf16_steps: bool = True
@@ -274,6 +277,8 @@ PROFILES: dict[str, RolloutProfile] = {
             _vllm_cuda(_GROUP, "per_token_group_quant_fp8", "_silu_mul_per_token_group_quant_fp8_colmajor"),
             hidden_bf16_steps=("clamp", "silu", "product"),
             yarn_on_window_layers=True,
+            hc_tf32=True,
+            hc_norm_fp32=True,
         ),
         RolloutProfile(
             "vllm-blackwell",
@@ -284,6 +289,8 @@ PROFILES: dict[str, RolloutProfile] = {
                 "_silu_mul_quant_fp8_packed_kernel",
             ),
             yarn_on_window_layers=True,
+            hc_tf32=True,
+            hc_norm_fp32=True,
         ),
         RolloutProfile(
             "vllm-rocm-gfx950",

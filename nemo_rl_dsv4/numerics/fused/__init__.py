@@ -5,6 +5,7 @@ kernel covers runs the reference on the GPU: slower, same bits.
 """
 
 from nemo_rl_dsv4.numerics.fused.dispatch import dequantize, fake_quant, quantize
+from nemo_rl_dsv4.numerics.fused.hyper_connections import mix_streams_backward, mix_streams_forward
 from nemo_rl_dsv4.numerics.fused.rotary import inverse_rope_backward, inverse_rope_forward
 from nemo_rl_dsv4.numerics.fused.swiglu import swiglu_backward, swiglu_forward
 
@@ -13,6 +14,8 @@ __all__ = [
     "fake_quant",
     "inverse_rope_backward",
     "inverse_rope_forward",
+    "mix_streams_backward",
+    "mix_streams_forward",
     "quantize",
     "swiglu_backward",
     "swiglu_forward",

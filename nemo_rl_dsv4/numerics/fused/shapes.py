@@ -34,6 +34,8 @@ SHAPES: dict[str, Shape] = {
     "swiglu_backward": Shape(2048, 8),
     "rope": Shape(1024, 2),
     "rope_backward": Shape(1024, 4),
+    "mix_streams": Shape(4096, 4),
+    "mix_streams_backward": Shape(1024, 4),
 }
 
 _GROUPS = tuple(

@@ -21,6 +21,7 @@ def load() -> dict[str, ModuleType]:
         "weights",
         "swiglu",
         "rotary",
+        "hyper_connections",
         "stacks",
         "transpose",
         "word_sums",
