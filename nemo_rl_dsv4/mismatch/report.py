@@ -55,7 +55,7 @@ def draw_study(study: Study, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = 1 + bool(study.positions) + bool(study.layers)
-    bars = len(study.variants) + (study.floor is not None) + (study.other_sums is not None)
+    bars = len(study.variants) + sum(x is not None for x in (study.floor, study.other_sums, study.replayed_other_sums))
     figure = Figure(figsize=(7.5 + 4.5 * (panels - 1), 2.0 + 0.28 * bars), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(1, panels, squeeze=False)[0])
@@ -69,13 +69,19 @@ def draw_study(study: Study, path: Path) -> None:
             [row["k3"] for row in study.positions],
         )
     if study.layers:
+        layers = [row["layer"] for row in study.layers]
         _curve(
-            axes.pop(0),
+            panel := axes.pop(0),
             "Hidden states, relative error",
             "layer",
-            [row["layer"] for row in study.layers],
+            layers,
             [row["relative_error"] for row in study.layers],
         )
+        if all("other_sums" in row for row in study.layers):
+            own = [row["other_sums"] for row in study.layers]
+            panel.lines[-1].set_label("against the engine")
+            panel.plot(layers, own, color=COLORS[5], linewidth=1.8, marker="o", markersize=4, label="other sums alone")
+            panel.legend(frameon=False, fontsize=8)
     save_png(figure, path)
 
 
@@ -90,6 +96,8 @@ def _bars(axes: Axes, study: Study) -> None:
         entries.append(("engine against its own prefill", "floor", study.floor.k3))
     if study.other_sums is not None:
         entries.append(("trainer against itself, other sums", "floor", study.other_sums.k3))
+    if study.replayed_other_sums is not None:
+        entries.append(("the same, experts replayed", "floor", study.replayed_other_sums.k3))
     entries.reverse()
     for height, (_, kind, k3) in enumerate(entries):
         if k3.mean <= 0:

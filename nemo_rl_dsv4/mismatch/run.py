@@ -210,8 +210,7 @@ def study_of(
     def against(t: Tensor) -> Mismatch:
         return compare(r, t, mask, prompts)
 
-    other_sums = None
-
+    other_sums = replayed_other_sums = None
     if trainers is None:
         routes = ROUTED_EXPERTS in rollout.tensors
         profile = get_profile(model.profile)
@@ -222,6 +221,9 @@ def study_of(
         worker = build_trainer(model, trainer)
         t, overlap = score(worker, rollout, replay=trainer.replay)
         variants.append(Variant(trainer.name, trainer.kind, against(t), overlap))
+        if trainer.replay:
+            with OtherSums():
+                replayed_other_sums = compare(t, score(worker, rollout, replay=True)[0], mask, prompts)
         if trainer.name == EVERYTHING:
             start = rollout.tensors["prompt_lengths"]
             positions = by_position(*(_from_prompt(x, start) for x in (r, t, mask)))
@@ -240,6 +242,7 @@ def study_of(
         layers=tuple(layers),
         worst=tuple(worst),
         other_sums=other_sums,
+        replayed_other_sums=replayed_other_sums,
     )
 
 
@@ -250,7 +253,7 @@ def _from_prompt(values_NS: Tensor, start_N: Tensor) -> Tensor:
 
 
 def compare_layers(engine: RolloutEngine, worker: PolicyWorker, rollout: Rollout) -> list[dict[str, float]]:
-    """Cosine and relative error of hidden states after each layer, of prefill on both sides.
+    """Cosine and relative error of hidden states after each layer, of prefill on both sides, and of other sums alone.
 
     Over sequences of the most common length. Empty if the two implementations keep hidden states in different shapes.
     """
@@ -260,18 +263,22 @@ def compare_layers(engine: RolloutEngine, worker: PolicyWorker, rollout: Rollout
     own_layers: Any = worker.model.model.layers  # type: ignore[union-attr]
     own = list(own_layers.values()) if hasattr(own_layers, "values") else list(own_layers)
     left = engine.hidden_states(ids)
+    batch = {"input_ids": ids, "input_lengths": torch.full((len(ids),), length)}
     with captured(own) as right:
-        worker.get_logprobs({"input_ids": ids, "input_lengths": torch.full((len(ids),), length)})
+        worker.get_logprobs(batch)
+    with captured(own) as moved, OtherSums():
+        worker.get_logprobs(batch)
     rows = []
-    for number, (a, b) in enumerate(zip(left, right, strict=True)):
-        if a.shape != b.shape:
+    for number, outputs in enumerate(zip(left, right, moved, strict=True)):
+        if outputs[0].shape != outputs[1].shape:
             return []
-        x, y = a.flatten(2).double(), b.flatten(2).double()
+        x, y, z = (output.flatten(2).double() for output in outputs)
         rows.append(
             {
                 "layer": number,
                 "cosine": float(torch.nn.functional.cosine_similarity(x, y, dim=-1).mean()),
                 "relative_error": float((x - y).norm() / x.norm()),
+                "other_sums": float((y - z).norm() / y.norm()),
             }
         )
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -43,11 +44,13 @@ class Study:
         floor: the engine's decoding against its own prefill of the same tokens: no trainer can be closer than that to
             both. None where it was not measured.
         positions: distances along the response of the fully aligned trainer.
-        layers: per layer `layer`, `cosine` (mean over tokens of trainer and engine hidden states) and `relative_error`.
+        layers: per layer `layer`, `cosine` (mean over tokens of trainer and engine hidden states), `relative_error`, and
+            `other_sums`: the relative error of the trainer against itself with other sums.
         worst: the tokens at which the fully aligned trainer is farthest away; see `measure.worst_tokens`.
         other_sums: the fully aligned trainer against itself with every product off by a last-bit error of its sum
             (`summation.OtherSums`): what two programs that only add in different orders are apart. None where it was
             not measured.
+        replayed_other_sums: the same for the aligned trainer with the rollout's experts.
     """
 
     engine: dict[str, Any]
@@ -58,6 +61,7 @@ class Study:
     layers: tuple[dict[str, float], ...] = field(default=())
     worst: tuple[dict[str, float], ...] = ()
     other_sums: Mismatch | None = None
+    replayed_other_sums: Mismatch | None = None
 
     def variant(self, name: str, kind: Kind) -> Variant | None:
         """The trainer of that name and kind, if it was measured."""
@@ -85,13 +89,26 @@ def conclusions(study: Study) -> list[str]:
         said += _what_to_fix(study, everything)
     said += _replay(study, everything)
     said += _few_tokens(study, everything)
-    if study.layers:
-        worst = max(study.layers, key=lambda row: row["relative_error"])
+    return said + _layers(study)
+
+
+def _layers(study: Study) -> list[str]:
+    if not study.layers:
+        return []
+    worst = max(study.layers, key=lambda row: row["relative_error"])
+    if worst["relative_error"] <= 0:
+        return ["Hidden states of one prefill are equal bit for bit after every layer."]
+    own = f" (other sums alone: {worst['other_sums']:.2e})" if "other_sums" in worst else ""
+    said = [
+        f"Hidden states part most after layer {int(worst['layer'])}: cosine {worst['cosine']:.6f}, relative error "
+        f"{worst['relative_error']:.2e}{own}."
+    ]
+    beyond = [row for row in study.layers if row["relative_error"] > 2 * row.get("other_sums", math.inf)]
+    if beyond:
+        first = beyond[0]
         said.append(
-            f"Hidden states part most after layer {int(worst['layer'])}: cosine {worst['cosine']:.6f}, relative error "
-            f"{worst['relative_error']:.2e}."
-            if worst["relative_error"] > 0
-            else "Hidden states of one prefill are equal bit for bit after every layer."
+            f"Layer {int(first['layer'])} is the first where they part by more than twice what other sums do "
+            f"({first['relative_error']:.2e} against {first['other_sums']:.2e}): look there for what is not aligned."
         )
     return said
 
@@ -159,7 +176,10 @@ def _replay(study: Study, everything: Variant | None) -> list[str]:
     if replayed is None or everything is None:
         return []
     own = "" if replayed.overlap is None else f", of which it would have chosen {replayed.overlap:.2%} by itself,"
-    return [f"With the rollout's experts replayed{own} k3 is {replayed.mismatch.k3}."]
+    said = [f"With the rollout's experts replayed{own} k3 is {replayed.mismatch.k3}."]
+    if study.replayed_other_sums is not None:
+        said.append(f"Other sums alone move that trainer by {study.replayed_other_sums.k3} from itself.")
+    return said
 
 
 FEW = 0.05
@@ -188,6 +208,8 @@ def rows(study: Study) -> Sequence[dict[str, str]]:
         table.append(_row("engine: decoding against its prefill", "floor", study.floor, None))
     if study.other_sums is not None:
         table.append(_row("trainer: against itself, other sums", "floor", study.other_sums, None))
+    if study.replayed_other_sums is not None:
+        table.append(_row("trainer, replay: against itself, other sums", "floor", study.replayed_other_sums, None))
     return table
 
 

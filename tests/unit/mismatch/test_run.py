@@ -63,6 +63,8 @@ def test_floor_replay_positions_and_layers_are_measured(studied) -> None:
     assert sum(row["tokens"] for row in studied.positions) == studied.floor.tokens
     assert [row["layer"] for row in studied.layers] == list(range(len(studied.layers))) != []
     assert all(row["cosine"] > 0.99 for row in studied.layers)
+    assert all(0 < row["other_sums"] < 0.2 for row in studied.layers)
+    assert studied.replayed_other_sums is not None and studied.replayed_other_sums.k3.mean > 0
 
 
 def test_hidden_states_of_a_trainer_that_rounds_nothing_drift(rolled) -> None:
