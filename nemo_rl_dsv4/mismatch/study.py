@@ -44,8 +44,8 @@ class Study:
         floor: the engine's decoding against its own prefill of the same tokens: no trainer can be closer than that to
             both. None where it was not measured.
         positions: distances along the response of the fully aligned trainer.
-        layers: per layer `layer`, `cosine` (mean over tokens of trainer and engine hidden states), `relative_error`, and
-            `other_sums`: the relative error of the trainer against itself with other sums.
+        layers: per layer `layer`, `cosine` (mean over tokens of trainer and engine hidden states), `relative_error`,
+            and `other_sums`: the relative error of the trainer against itself with other sums.
         worst: the tokens at which the fully aligned trainer is farthest away; see `measure.worst_tokens`.
         other_sums: the fully aligned trainer against itself with every product off by a last-bit error of its sum
             (`summation.OtherSums`): what two programs that only add in different orders are apart. None where it was
