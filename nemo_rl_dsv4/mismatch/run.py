@@ -232,6 +232,9 @@ def study_of(
                 other_sums = compare(t, score(worker, rollout, replay=trainer.replay)[0], mask, prompts)
             if engine is not None:
                 layers = compare_layers(engine, worker, rollout)
+        del worker  # before the next one is built
+        if model.device == "cuda":
+            torch.cuda.empty_cache()  # the engine, and whatever else runs there, shares the GPU
         advance(trainer.name)
     return Study(
         engine=dict(rollout.engine),

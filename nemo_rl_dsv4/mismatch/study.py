@@ -136,8 +136,8 @@ def _against_other_sums(everything: Variant, other_sums: Mismatch | None) -> lis
         return [said + "."]
     if own.mean >= 0.5 * rest.mean:
         return [
-            f"{said}, {own.mean / rest.mean:.2g} times what it is from the rollout: the order of additions alone "
-            "explains that distance, and no rounding is left to align."
+            f"{said}, {own.mean / rest.mean:.2g} times what it is from the rollout: two programs that only add in "
+            "different orders are about as far apart."
         ]
     return [f"{said}, {own.mean / rest.mean:.2g} times what it is from the rollout: the rest has another cause."]
 

@@ -7,6 +7,7 @@ that carries depends on the weights, so it is measured on the model itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SUM_ERROR = 1e-7
 """Relative to the root mean square of a product: float32 sums of a thousand terms in different orders."""
+_PART = 1 << 24
+"""Elements that are moved at a time."""
 _HALF = {torch.bfloat16: (2.0**-8, -125), torch.float16: (2.0**-11, -13)}
 """Largest rounding error relative to the power of two at or below a number; frexp's exponent of the smallest normal."""
 
@@ -45,12 +48,16 @@ class OtherSums(TorchDispatchMode):
     def _moved(self, out: torch.Tensor) -> torch.Tensor:
         if out.dtype not in (torch.float32, *_HALF):
             return out
-        sums, generator = out.float(), self._generator(out.device)
-        size = self._size * sums.square().mean().sqrt()
-        error = torch.empty_like(sums).normal_(generator=generator).mul_(size)
-        if out.dtype in _HALF:
-            error += self._remainder(sums, *_HALF[out.dtype])
-        return (sums + error.masked_fill_(sums == 0, 0.0)).to(out.dtype)  # zeros are sums of zeros
+        size = self._size * torch.linalg.vector_norm(out, dtype=torch.float32) / math.sqrt(out.numel())
+        moved = torch.empty_like(out, memory_format=torch.contiguous_format)
+        # In parts: the draws of attention logits would take several times their memory.
+        for given, kept in zip(out.reshape(-1).split(_PART), moved.view(-1).split(_PART), strict=True):
+            sums, generator = given.float(), self._generator(out.device)
+            error = torch.empty_like(sums).normal_(generator=generator).mul_(size)
+            if out.dtype in _HALF:
+                error += self._remainder(sums, *_HALF[out.dtype])
+            kept.copy_(sums + error.masked_fill_(sums == 0, 0.0))  # zeros are sums of zeros
+        return moved
 
     def _remainder(self, sums: torch.Tensor, half: float, smallest: int) -> torch.Tensor:
         """What rounding to these values may have taken away, one draw each."""

@@ -32,7 +32,7 @@ def test_the_largest_site_is_named_first_and_noise_is_called_noise() -> None:
 
 def test_what_another_order_of_additions_would_do_is_set_beside_the_distance() -> None:
     said = conclusions(replace(study(), other_sums=mismatch(8e-4)))
-    assert "0.8 times what it is from the rollout: the order of additions alone" in said[2]
+    assert "0.8 times what it is from the rollout: two programs that only add" in said[2]
     said = conclusions(replace(study(), other_sums=mismatch(1e-5)))
     assert "0.01 times what it is from the rollout: the rest has another cause" in said[2]
     assert rows(replace(study(), other_sums=mismatch(1e-5)))[-1]["trainer"] == "trainer: against itself, other sums"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nemo_rl_dsv4.mismatch import summation
 from nemo_rl_dsv4.mismatch.summation import OtherSums
 
 
@@ -53,6 +54,18 @@ def test_float32_outputs_get_an_error_of_the_size_and_each_seed_its_own(operands
     assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
     error = (results[0] - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert 0.9e-6 < float(error) < 1.1e-6
+
+
+def test_parts_of_an_output_are_moved_like_the_whole(operands, monkeypatch) -> None:
+    """Attention logits of a long batch: the draws for all of them at once took several times their memory."""
+    x, w = operands
+    exact = torch.bmm(x.view(4, 64, 512), w.view(4, 256, 512).transpose(1, 2))
+    monkeypatch.setattr(summation, "_PART", 1000)
+    with OtherSums(1e-6):
+        moved = torch.bmm(x.view(4, 64, 512), w.view(4, 256, 512).transpose(1, 2))
+    assert moved.shape == exact.shape and bool((moved[exact == 0] == 0).all())
+    error = (moved - exact).square().mean(dim=(1, 2)).sqrt() / exact.square().mean().sqrt()
+    assert bool(((error > 0.8e-6) & (error < 1.2e-6)).all())  # of the whole output's size, everywhere
 
 
 def test_nothing_else_is_touched(operands) -> None:
