@@ -264,8 +264,19 @@ class VllmEngine:
         return {**reports[0], "findings": findings}
 
     def sleep(self) -> None:
-        """Give weights and KV cache back to the GPU; the next refit must bring all weights."""
-        self.llm.sleep(level=2)
+        """Give weights and KV cache back to the GPU; the next refit must bring all weights.
+
+        Raises:
+            UserError: another process took GPU memory meanwhile; vLLM compares what the whole GPU has free before and
+                after, and is in no state to go on when there is less.
+        """
+        try:
+            self.llm.sleep(level=2)
+        except AssertionError as error:
+            raise UserError(
+                f"an engine fell asleep and its GPU has less free memory than before (vLLM: {error}): another process "
+                "takes memory there; give the run the GPU to itself, or set policy.dsv4.engine_sleep to false"
+            ) from error
 
     def wake_up(self, *tags: str) -> None:
         """Take memory again: `weights` before a refit, `kv_cache` after it, or both without tags."""

@@ -167,6 +167,18 @@ def test_score_gives_every_token_but_the_first(vllm) -> None:
     assert engine().score([[1, 2, 3]]) == [[-0.02, -0.03]]
 
 
+def test_memory_that_another_process_took_while_an_engine_fell_asleep_is_said(vllm, monkeypatch) -> None:
+    """vLLM's bare AssertionError, on an H200 on which other runs were starting."""
+
+    def sleep(self: Any, level: int) -> None:
+        assert level == 2
+        raise AssertionError("Memory usage increased after sleeping.")
+
+    monkeypatch.setattr(FakeLLM, "sleep", sleep, raising=False)
+    with pytest.raises(UserError, match="another process takes memory there; give the run the GPU to itself"):
+        engine().sleep()
+
+
 def test_stop_strings_need_a_tokenizer(vllm) -> None:
     with pytest.raises(UserError, match="stop_strings is set"):
         engine().generate([[1]], SamplingParams(1, stop_strings=("x",)), seed=0)
