@@ -17,7 +17,7 @@ from nemo_rl_dsv4.generation.sampling import SamplingParams
 from nemo_rl_dsv4.mismatch.engines import CpuEngine, RolloutEngine, captured
 from nemo_rl_dsv4.mismatch.measure import Mismatch, by_position, compare, worst_tokens
 from nemo_rl_dsv4.mismatch.rollout_file import Rollout
-from nemo_rl_dsv4.mismatch.study import EVERYTHING, Study, Variant
+from nemo_rl_dsv4.mismatch.study import EVERYTHING, REPLAY, Study, Variant
 from nemo_rl_dsv4.mismatch.summation import OtherSums
 from nemo_rl_dsv4.mismatch.trainers import Trainer, trainers_of
 from nemo_rl_dsv4.model.build import CPU_BACKEND, resolve_dtype
@@ -221,7 +221,7 @@ def study_of(
         worker = build_trainer(model, trainer)
         t, overlap = score(worker, rollout, replay=trainer.replay)
         variants.append(Variant(trainer.name, trainer.kind, against(t), overlap))
-        if trainer.replay:
+        if trainer.name == REPLAY:
             with OtherSums():
                 replayed_other_sums = compare(t, score(worker, rollout, replay=True)[0], mask, prompts)
         if trainer.name == EVERYTHING:

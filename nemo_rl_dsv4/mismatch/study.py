@@ -31,6 +31,7 @@ class Variant:
 
 
 NOTHING, EVERYTHING, FP8_PRODUCTS = "nothing aligned", "everything aligned", "everything aligned, FP8 products"
+REPLAY, REPLAY_FP8 = "router replay", "router replay, FP8 products"
 
 
 @dataclass(frozen=True)
@@ -172,11 +173,17 @@ def _what_to_fix(study: Study, everything: Variant) -> list[str]:
 
 
 def _replay(study: Study, everything: Variant | None) -> list[str]:
-    replayed = study.variant("router replay", "replay")
+    replayed, in_fp8 = (study.variant(name, "replay") for name in (REPLAY, REPLAY_FP8))
     if replayed is None or everything is None:
         return []
     own = "" if replayed.overlap is None else f", of which it would have chosen {replayed.overlap:.2%} by itself,"
     said = [f"With the rollout's experts replayed{own} k3 is {replayed.mismatch.k3}."]
+    if study.floor is not None and study.floor.k3.mean > 0:
+        said[0] = (
+            said[0][:-1] + f", {replayed.mismatch.k3.mean / study.floor.k3.mean:.2g} times the engine's own floor."
+        )
+    if in_fp8 is not None:
+        said.append(f"With FP8 products as well it is {in_fp8.mismatch.k3}.")
     if study.replayed_other_sums is not None:
         said.append(f"Other sums alone move that trainer by {study.replayed_other_sums.k3} from itself.")
     return said

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nemo_rl_dsv4.mismatch.study import EVERYTHING, FP8_PRODUCTS, NOTHING, Kind
+from nemo_rl_dsv4.mismatch.study import EVERYTHING, FP8_PRODUCTS, NOTHING, REPLAY, REPLAY_FP8, Kind
 from nemo_rl_dsv4.model.qat import SWITCHES as ROUNDING
 from nemo_rl_dsv4.numerics.alignment import DIFFERENCES
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
@@ -46,7 +46,7 @@ def trainers_of(profile: RolloutProfile, precision: str, *, routes: bool, fp8: b
 
     Returns:
         Nothing aligned, everything aligned (with `fp8` also in FP8 products), then each site group and each switch on
-        its own and left out, then replay.
+        its own and left out, then replay (with `fp8` also in FP8 products).
     """
     groups = [name for name, sites in ROUNDING.items() if any(profile.site(site) is not None for site in sites)]
     on = {row.switch for row in DIFFERENCES if profile.alignment[row.switch]}
@@ -68,5 +68,7 @@ def trainers_of(profile: RolloutProfile, precision: str, *, routes: bool, fp8: b
         without = {**everything, "experts": False} if switch == ROUTING_WEIGHT else everything
         made.append(Trainer(switch, "left out", without, {switch: False}))
     if routes:
-        made.append(Trainer("router replay", "replay", everything, replay=True))
+        made.append(Trainer(REPLAY, "replay", everything, replay=True))
+    if routes and fp8:
+        made.append(Trainer(REPLAY_FP8, "replay", everything, replay=True, fp8=True))
     return made

@@ -17,7 +17,7 @@ from nemo_rl_dsv4.mismatch.run import (
     start_engine,
     study_of,
 )
-from nemo_rl_dsv4.mismatch.study import EVERYTHING, NOTHING
+from nemo_rl_dsv4.mismatch.study import EVERYTHING, FP8_PRODUCTS, NOTHING, REPLAY_FP8
 from nemo_rl_dsv4.mismatch.trainers import trainers_of
 from nemo_rl_dsv4.numerics import get_profile
 
@@ -85,6 +85,12 @@ def test_trainers_differ_in_one_thing() -> None:
             assert not trainer.alignment
         if trainer.kind == "on its own" and trainer.name in trainer.fake_quant:
             assert [name for name, on in trainer.fake_quant.items() if on] == [trainer.name]
+    in_fp8 = [t for t in trainers_of(profile, "bfloat16", routes=True, fp8=True) if t.fp8]
+    assert [(t.name, t.kind, t.replay) for t in in_fp8] == [
+        (FP8_PRODUCTS, "reference point", False),
+        (REPLAY_FP8, "replay", True),
+    ]
+    assert all(all(t.fake_quant.values()) for t in in_fp8)
     in_float32 = {t.name for t in trainers_of(profile, "float32", routes=False)}
     assert "yarn_on_window_layers" in in_float32 and "silu_bf16_steps" not in in_float32
 

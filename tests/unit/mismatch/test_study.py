@@ -3,7 +3,16 @@
 from dataclasses import replace
 
 from nemo_rl_dsv4.mismatch.measure import Estimate, Mismatch
-from nemo_rl_dsv4.mismatch.study import EVERYTHING, NOTHING, Study, Variant, conclusions, rows
+from nemo_rl_dsv4.mismatch.study import (
+    EVERYTHING,
+    NOTHING,
+    REPLAY,
+    REPLAY_FP8,
+    Study,
+    Variant,
+    conclusions,
+    rows,
+)
 
 
 def mismatch(k3: float, width: float = 0.1) -> Mismatch:
@@ -63,6 +72,22 @@ def test_replay_and_layers() -> None:
     said = conclusions(with_more)
     assert "it would have chosen 97.00% by itself, k3 is 5.000e-04" in said[-2]
     assert "after layer 1: cosine 0.900000" in said[-1]
+
+
+def test_replay_beside_the_floor_fp8_products_and_layers_beside_other_sums() -> None:
+    base = study(floor=4e-3)
+    replays = (Variant(REPLAY, "replay", mismatch(1e-3), 0.97), Variant(REPLAY_FP8, "replay", mismatch(8e-4)))
+    layers = ({"layer": 0, "cosine": 0.999, "relative_error": 0.05, "other_sums": 0.01},)
+    made = replace(base, variants=(*base.variants, *replays), layers=layers, replayed_other_sums=mismatch(9e-4))
+    said = conclusions(made)
+    assert "by itself, k3 is 1.000e-03" in said[-5] and said[-5].endswith(", 0.25 times the engine's own floor.")
+    assert said[-4].startswith("With FP8 products as well it is 8.000e-04")
+    assert said[-3].startswith("Other sums alone move that trainer by 9.000e-04")
+    assert said[-2].endswith("relative error 5.00e-02 (other sums alone: 1.00e-02).")
+    assert said[-1].startswith("Layer 0 is the first where they part by more than twice what other sums do (5.00e-02")
+    near = ({**layers[0], "other_sums": 0.04},)
+    assert not any("is the first where" in sentence for sentence in conclusions(replace(made, layers=near)))
+    assert rows(made)[-1]["trainer"] == "trainer, replay: against itself, other sums"
 
 
 def test_rows_have_the_floor_last() -> None:
