@@ -77,11 +77,15 @@ def draw_study(study: Study, path: Path) -> None:
             layers,
             [row["relative_error"] for row in study.layers],
         )
-        if all("other_sums" in row for row in study.layers):
-            own = [row["other_sums"] for row in study.layers]
-            panel.lines[-1].set_label("against the engine")
-            panel.plot(layers, own, color=COLORS[5], linewidth=1.8, marker="o", markersize=4, label="other sums alone")
-            panel.legend(frameon=False, fontsize=8)
+        panel.lines[-1].set_label("against the engine")
+        for key, color, label in (
+            ("other_sums", COLORS[5], "other sums alone"),
+            ("fp8_products", COLORS[2], "against the engine, FP8 products"),
+        ):
+            if all(key in row for row in study.layers):
+                values = [row[key] for row in study.layers]
+                panel.plot(layers, values, color=color, linewidth=1.8, marker="o", markersize=4, label=label)
+        panel.legend(frameon=False, fontsize=8)
     save_png(figure, path)
 
 

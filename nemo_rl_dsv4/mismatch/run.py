@@ -17,7 +17,7 @@ from nemo_rl_dsv4.generation.sampling import SamplingParams
 from nemo_rl_dsv4.mismatch.engines import CpuEngine, RolloutEngine, captured
 from nemo_rl_dsv4.mismatch.measure import Mismatch, by_position, compare, worst_tokens
 from nemo_rl_dsv4.mismatch.rollout_file import Rollout
-from nemo_rl_dsv4.mismatch.study import EVERYTHING, REPLAY, Study, Variant
+from nemo_rl_dsv4.mismatch.study import EVERYTHING, FP8_PRODUCTS, REPLAY, Study, Variant
 from nemo_rl_dsv4.mismatch.summation import OtherSums
 from nemo_rl_dsv4.mismatch.trainers import Trainer, trainers_of
 from nemo_rl_dsv4.model.build import CPU_BACKEND, resolve_dtype
@@ -216,7 +216,8 @@ def study_of(
         profile = get_profile(model.profile)
         trainers = trainers_of(profile, model.precision, routes=routes, fp8=model.device == "cuda")
     prefill = rollout.tensors.get("prefill_logprobs")
-    variants, positions, layers, worst = [], [], [], []
+    variants, positions, worst = [], [], []
+    layers: list[dict[str, float]] = []
     for trainer in trainers:
         worker = build_trainer(model, trainer)
         t, overlap = score(worker, rollout, replay=trainer.replay)
@@ -230,8 +231,11 @@ def study_of(
             worst = worst_tokens(rollout.tensors["input_ids"], start, mask, rollout=r, trainer=t, prefill=prefill)
             with OtherSums():
                 other_sums = compare(t, score(worker, rollout, replay=trainer.replay)[0], mask, prompts)
-            if engine is not None:
-                layers = compare_layers(engine, worker, rollout)
+        if engine is not None and trainer.name == EVERYTHING:
+            layers = compare_layers(engine, worker, rollout)
+        elif engine is not None and trainer.name == FP8_PRODUCTS:
+            for row, in_fp8 in zip(layers, compare_layers(engine, worker, rollout), strict=True):
+                row["fp8_products"] = in_fp8["relative_error"]
         del worker  # before the next one is built
         if model.device == "cuda":
             torch.cuda.empty_cache()  # the engine, and whatever else runs there, shares the GPU

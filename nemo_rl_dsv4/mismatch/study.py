@@ -46,7 +46,8 @@ class Study:
             both. None where it was not measured.
         positions: distances along the response of the fully aligned trainer.
         layers: per layer `layer`, `cosine` (mean over tokens of trainer and engine hidden states), `relative_error`,
-            and `other_sums`: the relative error of the trainer against itself with other sums.
+            `other_sums`: the relative error of the trainer against itself with other sums, and with FP8 products
+            `fp8_products`: the relative error of that trainer.
         worst: the tokens at which the fully aligned trainer is farthest away; see `measure.worst_tokens`.
         other_sums: the fully aligned trainer against itself with every product off by a last-bit error of its sum
             (`summation.OtherSums`): what two programs that only add in different orders are apart. None where it was
@@ -104,6 +105,8 @@ def _layers(study: Study) -> list[str]:
         f"Hidden states part most after layer {int(worst['layer'])}: cosine {worst['cosine']:.6f}, relative error "
         f"{worst['relative_error']:.2e}{own}."
     ]
+    if "fp8_products" in worst:
+        said.append(f"With FP8 products it is {worst['fp8_products']:.2e} there.")
     beyond = [row for row in study.layers if row["relative_error"] > 2 * row.get("other_sums", math.inf)]
     if beyond:
         first = beyond[0]

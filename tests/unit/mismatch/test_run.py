@@ -41,7 +41,7 @@ def studied(rolled):
     model, engine, rollout = rolled
     chosen = [
         trainer
-        for trainer in trainers_of(get_profile("vllm-hopper"), "float32", routes=True)
+        for trainer in trainers_of(get_profile("vllm-hopper"), "float32", routes=True, fp8=True)
         if trainer.kind in ("reference point", "replay") or (trainer.name, trainer.kind) == ("kv", "left out")
     ]
     return study_of(model, rollout, engine=engine, trainers=chosen)
@@ -64,6 +64,8 @@ def test_floor_replay_positions_and_layers_are_measured(studied) -> None:
     assert [row["layer"] for row in studied.layers] == list(range(len(studied.layers))) != []
     assert all(row["cosine"] > 0.99 for row in studied.layers)
     assert all(0 < row["other_sums"] < 0.2 for row in studied.layers)
+    assert all(abs(row["fp8_products"] - row["relative_error"]) < 1e-6 for row in studied.layers)  # emulated on a CPU
+    assert studied.variant(REPLAY_FP8, "replay").mismatch.k3.mean < 1e-4
     assert studied.replayed_other_sums is not None and studied.replayed_other_sums.k3.mean > 0
 
 
