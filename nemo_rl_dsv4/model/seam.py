@@ -2,7 +2,8 @@
 
 `class Rounds(Seam): def forward(...): ... super().forward(...)` and `attach(module, Rounds, ...)`: the module's own
 forward runs inside the seam's, so parameter names, state dicts, FSDP and activation checkpointing see the model they
-know, and nothing of AutoModel's forward is repeated. Where a step has no module of its own, AutoModel's function is
+know, and nothing of AutoModel's forward is repeated. The class keeps its name, by which AutoModel finds some of its own
+modules. Where a step has no module of its own, AutoModel's function is
 wrapped once a process (`wrap_function`) and does what it always did unless a seam has set a context variable around it.
 """
 
@@ -43,7 +44,8 @@ def attach(module: nn.Module, seam: type[Seam], **settings: Any) -> None:
     if isinstance(module, seam):
         raise UserError(f"{type(module).__name__} already has the seam {seam.__name__}; a model is prepared once")
     cls = type(module)
-    module.__class__ = type(f"{seam.__name__}{cls.__name__}", (seam, cls), {"__module__": cls.__module__})
+    names = {"__module__": cls.__module__, "__qualname__": f"{seam.__name__}.{cls.__qualname__}"}
+    module.__class__ = type(cls.__name__, (seam, cls), names)
     for name, value in settings.items():
         setattr(module, name, value)
 

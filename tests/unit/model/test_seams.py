@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from nemo_automodel.components.models.common import BackendConfig
+from nemo_automodel.components.models.deepseek_v4 import fsdp as v4_fsdp
 from nemo_automodel.components.models.deepseek_v4 import optimized_kernels as v4_kernels
 from nemo_automodel.components.moe.experts import GroupedExperts, GroupedExpertsDeepEP
 
@@ -236,6 +237,24 @@ def test_every_module_with_a_tensor_is_accounted_for(config_once, training_once)
     assert rows["lm_head"].startswith("not rounded: the rollout keeps it in BF16; input not rounded")
     assert "expert.weight" in rows["model.layers.4.mlp.experts"]
     assert rows["model.layers.1.attn_hc"] == "not rounded: the rollout keeps it in float32"
+
+
+def test_automodel_finds_its_modules_by_class_name(config_once):
+    """Compressors with a seam had another name: AutoModel then let ranks with short rows leave out the gradients of
+    their ratio-128 compressors, and their reduction broke against ranks with long rows."""
+
+    class TwoRanks:
+        ndim = 1
+        size = staticmethod(lambda: 2)
+        get_group = staticmethod(lambda: "group")
+
+    model = build_model(automodel_config(config_once), seed=0)
+    names = {name: type(module).__name__ for name, module in model.named_modules()}
+    install_numerics(model, HOPPER, dict.fromkeys(SWITCHES, True))
+    assert {name: type(module).__name__ for name, module in model.named_modules()} == names
+    block = model.model.layers["3"]
+    v4_fsdp._attach_hca_param_sync_group(block, TwoRanks())
+    assert block.self_attn.compressor._hca_param_sync_group == "group"
 
 
 def test_a_quantized_module_without_a_seam_is_an_error(config_once, training_once):
