@@ -165,9 +165,9 @@ class EngineMixer(Seam):
 
 
 def _tf32(x: torch.Tensor) -> torch.Tensor:
-    """Nearest value with 10 mantissa bits."""
+    """Nearest value with 10 mantissa bits, ties away from zero."""
     mantissa, exponent = torch.frexp(x.double())
-    return torch.ldexp((mantissa * 2.0**11).round(), exponent - 11).float()
+    return torch.ldexp((mantissa.abs() * 2.0**11 + 0.5).floor().copysign(mantissa), exponent - 11).float()
 
 
 class EngineScorer(Seam):
