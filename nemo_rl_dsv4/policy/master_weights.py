@@ -80,14 +80,16 @@ def compute_in(model: nn.Module, dtypes: Mapping[str, torch.dtype], *, experts_o
             unit.register_forward_hook(_remove(casts), always_call=True)
 
 
-def cast_embedding(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Bring the token embedding of a sharded model to its compute dtype.
+def cast_float32_units(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Bring what enters and leaves the layers of a sharded model to its compute dtype.
 
-    AutoModel gives an FSDP unit that holds float32 only, as the embedding's then does, a float32 policy, and all
-    activations behind it would be float32. Call it after sharding, so that this hook runs behind FSDP's own cast.
+    AutoModel gives an FSDP unit that holds float32 only, as the token embedding's then does and the last collapse of
+    streams always does, a float32 policy: activations behind the embedding, and the final norm and logits behind the
+    collapse, would be float32. Call it after sharding, so that these hooks run behind FSDP's own casts.
     """
     compute_dtype = dtypes["model.embed_tokens.weight"]
-    model.model.embed_tokens.register_forward_hook(lambda _module, _args, out: out.to(compute_dtype))
+    for unit in (model.model.embed_tokens, model.model.hc_head):
+        unit.register_forward_hook(lambda _module, _args, out: out.to(compute_dtype))
 
 
 def _overlay(casts: list[tuple[Any, str, torch.dtype]]) -> Any:

@@ -24,7 +24,7 @@ from nemo_rl_dsv4.model.router_replay import RouterReplayer
 from nemo_rl_dsv4.model.token_logprobs import AUTOMODEL_HEAD, BF16_HEAD, install_scoring_head, scoring
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
 from nemo_rl_dsv4.policy.layout import DOCUMENT_MULTIPLE, TokenLayout, packed_layout, plain_layout
-from nemo_rl_dsv4.policy.master_weights import cast_embedding, compute_in, quantize_in, to_master_weights
+from nemo_rl_dsv4.policy.master_weights import cast_float32_units, compute_in, quantize_in, to_master_weights
 from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
 from nemo_rl_dsv4.policy.optim import OptimizerOffload, build_optimizer, build_scheduler
 from nemo_rl_dsv4.policy.packing import Packing, pack_rows
@@ -116,7 +116,7 @@ class PolicyWorker:
             cpu_offload=cpu_offload,
         )
         if sharded:
-            cast_embedding(self.model, dtypes)
+            cast_float32_units(self.model, dtypes)
         self.source_scales = SourceScales() if load is None else load(self.model)
         self.device = _local(next(self.model.parameters())).device
         if cpu_offload:
