@@ -99,6 +99,9 @@ class Refit(Section):
     """Weights whose values in the engine are compared with what was sent: 48, drawn anew each time, or all."""
     on_finding: Literal["stop", "warn"] = "stop"
     """A refit that is found wrong ends the run, or is logged under `refit/findings` and the run goes on."""
+    direct: bool = False
+    """Write weights straight into the memory of vLLM's kernels from the third refit on, if the first two have shown
+    that vLLM's loaders do the same; else the log says why they go on. Not verified on a GPU."""
 
 
 class WarmStart(Section):

@@ -39,6 +39,11 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
         "engine_sleep to false",
     )
     require(
+        not (dsv4.refit.direct and dsv4.engine_sleep),
+        "policy.dsv4.refit.direct is true and policy.dsv4.engine_sleep too, but an engine that falls asleep loses what "
+        "was never sent (padding); set one of them to false",
+    )
+    require(
         dsv4.refit.folder is None or dsv4.refit.transport == "folder",
         f"policy.dsv4.refit.folder is {dsv4.refit.folder!r}, but policy.dsv4.refit.transport is "
         f"{dsv4.refit.transport}, which writes no files; set folder to null, or transport to folder",

@@ -37,6 +37,7 @@ def vllm_spec(config: MasterConfig, checkpoint: Path) -> VllmSpec:
         sleep_mode=config.policy.dsv4.engine_sleep,
         refit_checks=config.policy.dsv4.refit.checks,
         refit_on_finding=config.policy.dsv4.refit.on_finding,
+        refit_direct=config.policy.dsv4.refit.direct,
         seed=config.grpo.seed,
         environment=engine.env_vars,
         engine_arguments=own,

@@ -251,7 +251,7 @@ class VllmEngine:
 
     def _refit(self, method: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if not self._refit_prepared:
-            call_workers(self.llm, "dsv4_refit_prepare", self.spec.refit_checks)
+            call_workers(self.llm, "dsv4_refit_prepare", self.spec.refit_checks, self.spec.refit_direct)
             self._refit_prepared = True
         reports = call_workers(self.llm, method, *args, **kwargs)
         self.llm.reset_prefix_cache()

@@ -55,6 +55,7 @@ class VllmSpec:
         return_routed_experts: give the experts of every token.
         refit_checks: weights compared with what was sent after each refit: `sampled` or `all`.
         refit_on_finding: `stop` raises when a refit is found wrong, `warn` only reports it.
+        refit_direct: write weights into the kernels' memory where that was shown to be right (`refit.direct`).
         sleep_mode: the engine can give its memory back between rollouts.
         seed: of the engine.
         environment: the recipe's own variables; they may not contradict the profile.
@@ -81,6 +82,7 @@ class VllmSpec:
     return_routed_experts: bool = False
     refit_checks: Literal["sampled", "all"] = "sampled"
     refit_on_finding: Literal["stop", "warn"] = "stop"
+    refit_direct: bool = False
     sleep_mode: bool = False
     seed: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)

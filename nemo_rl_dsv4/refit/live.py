@@ -17,9 +17,11 @@ import torch
 from nemo_rl_dsv4.model.stored_weight import decode_weight, scale_name
 from nemo_rl_dsv4.numerics.formats import is_power_of_two
 from nemo_rl_dsv4.refit.checksum import bytes_checksum
+from nemo_rl_dsv4.refit.direct import DirectWrites
 from nemo_rl_dsv4.refit.references import find_references, live_tensors, repoint, stale_references
 from nemo_rl_dsv4.refit.report import Checks, RefitReport, Stream, checked_names
 from nemo_rl_dsv4.refit.staging import StagedWeights
+from nemo_rl_dsv4.refit.vllm_layout import Memory
 
 
 class LiveEngine(Protocol):
@@ -45,6 +47,14 @@ class LiveEngine(Protocol):
         """
         ...
 
+    def memory(self, name: str) -> Memory | None:
+        """See `VllmLayout.memory`."""
+        ...
+
+    def derived(self) -> list[torch.Tensor]:
+        """Tensors that `refresh_derived` computes."""
+        ...
+
     def scales(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(parameter name, float32 values) of every weight scale in its kernel layout."""
         ...
@@ -64,9 +74,13 @@ class LiveRefit:
         engine: the engine.
         checks: compare 48 weights, drawn anew for each version, or all of them, with what was sent.
         power_of_two: scales must be powers of two.
+        direct: observe two refits, then write the next ones into the engine's memory; see `refit.direct`. Not for an
+            engine that gives its memory back in between (a level-2 sleep).
     """
 
-    def __init__(self, engine: LiveEngine, *, checks: Checks = "sampled", power_of_two: bool = True) -> None:
+    def __init__(
+        self, engine: LiveEngine, *, checks: Checks = "sampled", power_of_two: bool = True, direct: bool = False
+    ) -> None:
         self.engine, self.power_of_two = engine, power_of_two
         self.checks: Checks = checks
         self.references = find_references(engine.model)
@@ -74,6 +88,7 @@ class LiveRefit:
         self._places = {name: tensor.data_ptr() for name, tensor in self._homes.items()}
         self.version: int | None = None
         self.valid = True
+        self.direct = DirectWrites(engine) if direct else None
 
     def apply(self, staged: StagedWeights, *, skip_repointing: bool = False) -> RefitReport:
         """Load a staged refit and return what was found.
@@ -91,8 +106,12 @@ class LiveRefit:
             staged.check_complete(power_of_two=self.power_of_two)
         self.valid = False
         engine = self.engine
+        writes = self.direct if self.direct is not None and self.direct.reason is None else None
+        directly = writes is not None and writes.ready
+        if writes is not None and not directly:
+            writes.before_load()
         with _timed(phases, "load"):
-            written = engine.load(staged.stream())
+            written = self._write(staged) if directly else engine.load(staged.stream())
         with _timed(phases, "repoint"):
             moved = self._return_home()
             engine.refresh_derived()
@@ -101,6 +120,9 @@ class LiveRefit:
         with _timed(phases, "verify"):
             names = checked_names([name for name, _ in staged.weights()], self.checks, staged.version or 0)
             findings = [*moved, *self._verify(staged, written, names)]
+        if writes is not None and not directly and not findings:
+            with _timed(phases, "observe"):
+                writes.after_load(staged)
         engine.reset_caches()
         self.version, self.valid = staged.version, not findings
         weights = list(staged.weights())
@@ -115,6 +137,15 @@ class LiveRefit:
             phase_bytes={"load": staged.bytes, "verify": sum(staged.pair(name)[0].nbytes for name in names)},
             findings=tuple(findings),
         )
+
+    def _write(self, staged: StagedWeights) -> set[str]:
+        """Write directly; after an error refits go through the loaders again."""
+        assert self.direct is not None
+        try:
+            return self.direct.write(staged)
+        except Exception as error:
+            self.direct.stop(f"a direct write failed ({type(error).__name__}: {error})")
+            raise
 
     def _return_home(self) -> list[str]:
         """Copy parameters that a loader replaced back into their old storage and register that again."""

@@ -69,6 +69,14 @@ def find_references(model: torch.nn.Module) -> list[Reference]:
     return found
 
 
+def reachable_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that a module holds in plain attributes, to a depth of 7, by module and path."""
+    for module_name, module in model.named_modules():
+        for steps, tensor in _reachable(module):
+            path = "".join(f".{key}" if kind == "attr" else f"[{key!r}]" for kind, key in steps)
+            yield f"{module_name}{path}", tensor
+
+
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by full name, shared ones under each of their names."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))

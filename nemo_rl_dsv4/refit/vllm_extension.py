@@ -33,7 +33,7 @@ from nemo_rl_dsv4.refit.transport.channel import Channel, open_channel
 from nemo_rl_dsv4.refit.transport.file import read_folder
 from nemo_rl_dsv4.refit.transport.protocol import BucketReceiver, receive_staged
 from nemo_rl_dsv4.refit.transport.shared import Address, SharedReceiver, gpu_name
-from nemo_rl_dsv4.refit.vllm_layout import VllmLayout
+from nemo_rl_dsv4.refit.vllm_layout import Memory, VllmLayout
 from nemo_rl_dsv4.refit.vllm_symbols import BROADCAST, SINKS, check_vllm
 from nemo_rl_dsv4.refit.worker_calls import Answer, call_method
 
@@ -91,6 +91,7 @@ class VllmEngine:
                     # Also after an error: layers that were not reached get their old kernel tensors back.
                     self._finish(self.model, self._worker.vllm_config.model_config)
         finally:
+            self._layout.forget()
             for module, tensor in zip(self._derived, broadcasts, strict=True):
                 object.__setattr__(module, BROADCAST, tensor)
 
@@ -104,6 +105,14 @@ class VllmEngine:
     def read_back(self, name: str) -> tuple[torch.Tensor, tuple[slice, ...]] | None:
         """See `VllmLayout.read_back`."""
         return self._layout.read_back(name)
+
+    def memory(self, name: str) -> Memory | None:
+        """See `VllmLayout.memory`."""
+        return self._layout.memory(name)
+
+    def derived(self) -> list[torch.Tensor]:
+        """What `refresh_derived` computes."""
+        return [getattr(module, BROADCAST) for module in self._derived]
 
     def scales(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `VllmLayout.scales`."""
@@ -125,8 +134,11 @@ class RefitWorkerExtension:
         """Call one of the methods below for `refit.worker_calls.call_workers`."""
         return call_method(self, method, args, kwargs)
 
-    def dsv4_refit_prepare(self, checks: Checks = "sampled") -> dict[str, int]:
+    def dsv4_refit_prepare(self, checks: Checks = "sampled", direct: bool = False) -> dict[str, int]:
         """Remember where every parameter lies and who holds it; call once, before the first refit.
+
+        Args:
+            checks, direct: see `LiveRefit`.
 
         Returns:
             Numbers of parameters and of references from kernels found.
@@ -134,7 +146,7 @@ class RefitWorkerExtension:
         Raises:
             UserError: see `VllmEngine`; or routed experts whose kernels hold no scale, which means they moved.
         """
-        self._dsv4_refit = LiveRefit(VllmEngine(self), checks=checks)
+        self._dsv4_refit = LiveRefit(VllmEngine(self), checks=checks, direct=direct)
         held = {reference.parameter.rpartition(".")[2] for reference in self._dsv4_refit.references}
         parameters = [name for name, _ in self._dsv4_refit.engine.model.named_parameters()]
         for leaf in ("w13_weight_scale_inv", "w2_weight_scale_inv"):

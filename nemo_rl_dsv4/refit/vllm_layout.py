@@ -71,8 +71,25 @@ def place_of(name: str, parameters: Mapping[str, torch.Tensor]) -> Place:
     return Place(target, second=second, fused=fused)
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Where one official tensor lies: views of what the kernels read, and which part of the whole each of them is.
+
+    Attributes:
+        weight: codes, or plain values, in the engine's dtype.
+        part: of the official tensor.
+        scale: of quantized weights, in the engine's form.
+        scale_part: of the official grid.
+    """
+
+    weight: torch.Tensor
+    part: tuple[slice, ...]
+    scale: torch.Tensor | None = None
+    scale_part: tuple[slice, ...] = ()
+
+
 class VllmLayout:
-    """Reads official tensors back out of a vLLM model.
+    """Reads official tensors back out of a vLLM model, and says where they lie.
 
     Args:
         model: its `DeepseekV4ForCausalLM`.
@@ -92,38 +109,90 @@ class VllmLayout:
     ) -> None:
         self._model, self._expected = model, dict(expected)
         self._rank, self._size, self._expert_rank = tensor_rank, tensor_size, expert_rank
+        self._live: dict[str, torch.Tensor] | None = None
+        self._stacks: dict[tuple[str, str], str] = {}
+
+    def forget(self) -> None:
+        """Look parameters up anew: a loader may have registered other objects."""
+        self._live = None
 
     def read_back(self, name: str) -> tuple[torch.Tensor, tuple[slice, ...]] | None:
         """Values of one official tensor as the kernels see them, and the part of it this worker holds.
 
         float32 for quantized weights, else the parameter's own dtype. None for an expert of another worker.
         """
-        parameters = dict(self._model.named_parameters())
-        place, shape = place_of(name, parameters), self._expected[name]
-        weight = parameters[place.parameter].data
-        scale_name = _scale_of(place.parameter)
-        scale = parameters[scale_name].data if scale_name in parameters else None
-        if place.expert is not None:
-            local = place.expert
-            if self._expert_rank is not None:
-                local -= self._expert_rank * weight.shape[0]
-            if not 0 <= local < weight.shape[0]:
-                return None
-            weight, scale = weight[local], None if scale is None else scale[local]
-        elif weight.dim() == 3:  # wo_a as a batch of matrices, one a group
+        held = self._held(name)
+        if held is None:
+            return None
+        place, weight, scale = held
+        if weight.dim() == 3:  # wo_a as a batch of matrices, one a group
             if scale is not None:
                 scale = kernel_scale(scale, (weight.shape[1], weight.shape[2])).flatten(0, 1)
             weight = weight.flatten(0, 1)
         values = weight if scale is None else _dequantize(weight, scale)
-        if place.fused:
-            values = self._half(values, name, place)
-        if name.endswith("attn_sink"):  # padded to the kernel's tile: the size does not tell a rank's heads
-            values = values[: shape[0] // self._size]
-        return _own_part(values, shape, self._rank)
+        return _own_part(self._of_fused(values, name, place), self._expected[name], self._rank)
 
-    def _half(self, values: torch.Tensor, name: str, place: Place) -> torch.Tensor:
-        """One of two weights in a fused one: replicated pairs keep their sizes, tensor-parallel ones are halves."""
-        rows = self._expected[name][0]
+    def memory(self, name: str) -> Memory | None:
+        """Views of the memory of one official tensor and its scale. None for an expert of another worker.
+
+        Raises:
+            UserError: its scales are packed, or its matrices are no views of one.
+        """
+        held = self._held(name)
+        if held is None:
+            return None
+        place, weight, scale = held
+        if scale is not None and scale.dtype == torch.int32:
+            raise UserError(f"the scales of {name} are packed into words")
+        if not weight.is_contiguous() or (scale is not None and weight.dim() == 3 and not scale.is_contiguous()):
+            raise UserError(f"{name} is not contiguous")
+        if weight.dim() == 3:
+            weight, scale = weight.flatten(0, 1), None if scale is None else scale.flatten(0, 1)
+        shape = self._expected[name]
+        weight, part = _own_part(self._of_fused(weight, name, place), shape, self._rank)
+        if scale is None:
+            return Memory(weight, part)
+        grid = tuple(-(-size // _BLOCK) for size in shape)
+        return Memory(weight, part, *_own_part(self._of_fused(scale, name, place, _BLOCK), grid, self._rank))
+
+    def _held(self, name: str) -> tuple[Place, torch.Tensor, torch.Tensor | None] | None:
+        """Place, parameter and scale parameter of an official tensor; of a stack, its expert."""
+        if self._live is None:
+            self._live = dict(self._model.named_parameters())
+        parameters, place = self._live, self._place(name)
+        weight = parameters[place.parameter].data
+        scale_name = _scale_of(place.parameter)
+        scale = parameters[scale_name].data if scale_name in parameters else None
+        if place.expert is None:
+            return place, weight, scale
+        local = place.expert
+        if self._expert_rank is not None:
+            local -= self._expert_rank * weight.shape[0]
+        if not 0 <= local < weight.shape[0]:
+            return None
+        return place, weight[local], None if scale is None else scale[local]
+
+    def _place(self, name: str) -> Place:
+        """`place_of`, which searches all parameters for the stack of an expert: here once a layer."""
+        assert self._live is not None
+        expert = _EXPERT.fullmatch(name)
+        if expert is None:
+            return place_of(name, self._live)
+        key = (expert[1], "w2" if expert[3] == "w2" else "w13")
+        if key not in self._stacks:
+            self._stacks[key] = place_of(name, self._live).parameter
+        return Place(self._stacks[key], int(expert[2]), second=expert[3] == "w3", fused=expert[3] != "w2")
+
+    def _of_fused(self, values: torch.Tensor, name: str, place: Place, block: int = 1) -> torch.Tensor:
+        """One of two weights in a fused one (or of their scales, a block of rows each), without a sink's padding.
+
+        Replicated pairs keep their sizes, tensor-parallel ones are halves.
+        """
+        if name.endswith("attn_sink"):  # padded to the kernel's tile: the size does not tell a rank's heads
+            return values[: self._expected[name][0] // self._size]
+        if not place.fused:
+            return values
+        rows = -(-self._expected[name][0] // block)
         if place.expert is None and "shared_experts" not in name:
             return values[values.shape[0] - rows :] if place.second else values[:rows]
         half = values.shape[0] // 2

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_dsv4 import runtime
-from nemo_rl_dsv4.config import load_config
+from nemo_rl_dsv4.config import load_config, validate
+from nemo_rl_dsv4.config.unused_keys import unused_keys
 from nemo_rl_dsv4.config.vllm_spec import vllm_spec
 from nemo_rl_dsv4.errors import UserError
 
@@ -19,6 +20,18 @@ def test_checks_reach_the_engines(tiny, tmp_path, monkeypatch, overrides, wanted
     monkeypatch.setattr(runtime, "read_config", lambda folder, own: {})
     for spec in (vllm_spec(config, Path(tmp_path)), runtime.reference_spec(config, Path(tmp_path))):
         assert (spec.refit_checks, spec.refit_on_finding) == wanted
+
+
+def test_direct_writes_are_asked_for_and_not_of_engines_that_sleep(tiny, tmp_path) -> None:
+    assert vllm_spec(load_config(tiny), Path(tmp_path)).refit_direct is False
+    config = load_config(tiny, ["policy.dsv4.refit.direct=true"])
+    assert vllm_spec(config, Path(tmp_path)).refit_direct is True
+    assert any("policy.dsv4.refit.direct (true)" in sentence.lower() for sentence in unused_keys(config))
+    mini = tiny.parent / "grpo-dsv4-mini-1n1g-automodel-qat.yaml"
+    chosen = ["policy.dsv4.refit.direct=true", "policy.dsv4.engine_sleep=true"]
+    with pytest.raises(UserError, match="policy.dsv4.refit.direct is true and policy.dsv4.engine_sleep too"):
+        validate(load_config(mini, chosen), runs_here=False)
+    validate(load_config(mini, chosen[:1]), runs_here=False)
 
 
 @pytest.mark.parametrize("key", ["checks", "on_finding", "transport"])

@@ -208,7 +208,7 @@ def test_refits_are_prepared_once_and_a_finding_stops_or_is_reported(vllm) -> No
         assert rollout.update_weights_from_folder("buckets") == {"version": 3, "findings": []}
         rollout.update_weights_from_folder("buckets")
         expected = [("dsv4_refit_from_folder", ("buckets",)), ("reset", ())]
-        assert calls == [("dsv4_refit_prepare", ("all",)), *expected, *expected]
+        assert calls == [("dsv4_refit_prepare", ("all", False)), *expected, *expected]
         findings.append("norm: stale")
         if on_finding == "stop":
             with pytest.raises(UserError, match="version 3: 1 findings: worker 1: norm: stale"):
@@ -250,7 +250,7 @@ def test_weights_come_from_senders(
     monkeypatch.setattr(FakeLLM, "collective_rpc", rpc)
     monkeypatch.setattr(FakeLLM, "reset_prefix_cache", lambda self: None, raising=False)
     assert rollout.update_weights_from_senders(transport, addresses, 3)["findings"] == []
-    assert calls == [("dsv4_refit_prepare", ("all",)), (method, args)]
+    assert calls == [("dsv4_refit_prepare", ("all", False)), (method, args)]
     if on_finding == "stop":
         with pytest.raises(UserError, match="refit of version 4: 1 findings: worker 1: stale"):
             rollout.update_weights_from_senders(transport, addresses, 3)

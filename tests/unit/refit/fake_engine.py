@@ -17,7 +17,7 @@ import torch
 
 from nemo_rl_dsv4.numerics.packing import pack_ue8m0, unpack_ue8m0
 from nemo_rl_dsv4.refit.report import Stream
-from nemo_rl_dsv4.refit.vllm_layout import VllmLayout
+from nemo_rl_dsv4.refit.vllm_layout import Memory, VllmLayout
 
 LayoutName = Literal["float", "packed", "shuffled"]
 Loader = Callable[..., None]
@@ -136,6 +136,7 @@ class FakeEngine:
         self.model = torch.nn.Module()
         self.processed = 0  # calls of `process`, over all modules
         self.caches_reset = 0
+        self.loads = 0
         self._build()
         self._readings = VllmLayout(self.model, expected)
 
@@ -265,6 +266,8 @@ class FakeEngine:
         finally:
             for layer in layers:
                 layer._parameters.update(old[id(layer)])
+            self._readings.forget()
+            self.loads += 1
         return written
 
     # --- LiveEngine ----------------------------------------------------------------------------------------------
@@ -284,6 +287,13 @@ class FakeEngine:
         finally:
             for module, leaf, data in backup:
                 getattr(module, leaf).data = data
+
+    def memory(self, name: str) -> Memory | None:
+        return self._readings.memory(name)
+
+    def derived(self) -> list[torch.Tensor]:
+        held = (getattr(module, "derived", None) for module in self.model.modules())
+        return [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
 
     def scales(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._readings.scales()

@@ -173,6 +173,23 @@ def test_two_refits_through_the_worker(standin: StandIn, small: dict[str, Any], 
         assert torch.equal(derived, standin._broadcast(standin.first))
 
 
+def test_the_third_refit_leaves_the_loaders_out_when_asked_to(
+    standin: StandIn, small: dict[str, Any], tmp_path: Path
+) -> None:
+    worker, derived = standin.worker, standin.first.hc_attn_fn_broadcast
+    worker.dsv4_refit_prepare("all", True)
+    for version in (1, 2, 3, 4):
+        write_folder(weights(small, version), tmp_path / "buckets", capacity_bytes=CAPACITY, version=version)
+        standin.calls.clear()
+        report = worker.dsv4_refit_from_folder(str(tmp_path / "buckets"), timeout=1)
+        assert report["findings"] == [] and report["version"] == version
+        assert (("begin", True) in standin.calls) == (version < 3)
+        assert standin.first.hc_attn_fn_broadcast is derived
+        assert torch.equal(derived, standin._broadcast(standin.first))
+    assert worker._dsv4_refit is not None and worker._dsv4_refit.direct is not None
+    assert worker._dsv4_refit.direct.ready
+
+
 def test_two_refits_from_a_sender_of_this_host(standin: StandIn, small: dict[str, Any]) -> None:
     sender = SharedSender(capacity_bytes=CAPACITY, timeout=10)
     standin.worker.dsv4_refit_prepare("all")

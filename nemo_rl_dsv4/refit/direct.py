@@ -1,0 +1,188 @@
+"""Write a refit straight into the memory that an engine's kernels read, where that has been shown to be the same.
+
+An engine's loaders turn checkpoint tensors into kernel tensors. For FP8 weights with float32 block scales that is a
+copy, tensor by tensor, paid with a walk by name through all layers and with new kernel tensors for each. Whether it is
+one is not assumed but observed. After each of two refits through the loaders
+
+- every tensor that was sent lies where the layout says, byte for byte;
+- whatever of a parameter was not sent (a tile's padding) holds what it held the time before;
+- while the loaders ran, no tensor beside the parameters changed but those that `refresh_derived` computes.
+
+From the third refit on tensors are copied to these places. What speaks against it is said once, and the loaders go on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.stored_weight import scale_name
+from nemo_rl_dsv4.refit.checksum import bytes_checksum
+from nemo_rl_dsv4.refit.references import live_tensors, reachable_tensors
+from nemo_rl_dsv4.refit.staging import StagedWeights
+from nemo_rl_dsv4.refit.vllm_layout import Memory
+
+log = logging.getLogger(__name__)
+
+OBSERVED = 2
+"""Refits through the loaders before the first direct one."""
+
+
+class DirectEngine(Protocol):
+    """What direct writes need of an engine."""
+
+    model: torch.nn.Module
+
+    def memory(self, name: str) -> Memory | None:
+        """See `VllmLayout.memory`."""
+        ...
+
+    def derived(self) -> list[torch.Tensor]:
+        """Tensors that `refresh_derived` computes from parameters."""
+        ...
+
+
+class DirectWrites:
+    """Observes refits of one engine through its loaders, then makes them itself.
+
+    Call `before_load` and, if the refit had no findings, `after_load`, until `ready`.
+
+    Args:
+        engine: the engine.
+    """
+
+    def __init__(self, engine: DirectEngine) -> None:
+        self._engine = engine
+        self._observed = 0
+        self._places: dict[str, Memory] = {}
+        self._others: dict[str, int] = {}
+        self._unsent: dict[str, int] = {}
+        self.reason: str | None = None
+        """Why refits keep going through the loaders; None while nothing speaks against direct ones."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `write` may be called."""
+        return self.reason is None and self._observed >= OBSERVED
+
+    def stop(self, reason: str) -> None:
+        """Leave refits to the engine's loaders for good."""
+        self.reason = reason
+        self._places, self._others, self._unsent = {}, {}, {}
+        log.info("refits go through the engine's loaders: %s", reason)
+
+    def before_load(self) -> None:
+        """Note what lies beside the parameters."""
+        if self.reason is None and not self.ready:
+            self._others = _checksums(self._beside())
+
+    def after_load(self, staged: StagedWeights) -> None:
+        """Compare what was sent with what the kernels now read, and what lies beside the parameters with before."""
+        if self.reason is not None or self.ready:
+            return
+        others = _checksums(self._beside())
+        changed = sorted(
+            name for name in others.keys() | self._others.keys() if others.get(name) != self._others.get(name)
+        )
+        if changed:
+            return self.stop(f"{changed[0]} ({len(changed)} in all) changes with the weights and is no parameter")
+        try:
+            self._places = dict(self._find(staged))
+        except UserError as error:
+            return self.stop(str(error))
+        unsent = self._remaining()
+        moved = sorted(name for name in unsent if self._observed and unsent[name] != self._unsent.get(name))
+        if moved:
+            return self.stop(f"{moved[0]} changes where nothing was sent")
+        self._unsent, self._observed = unsent, self._observed + 1
+        if self.ready:
+            log.info("refits write %d tensors straight into the engine's memory from now on", len(self._places))
+
+    @torch.inference_mode()
+    def write(self, staged: StagedWeights) -> set[str]:
+        """Copy a staged set to its places.
+
+        Returns:
+            The parameters that were written; those of which nothing is ever sent count.
+
+        Raises:
+            UserError: a tensor without a place.
+        """
+        assert self.ready, "direct writes were not shown to be right"
+        for name, data in staged.weights():
+            place = self._places.get(name)
+            if place is None:
+                if self._engine.memory(name) is not None:
+                    raise UserError(f"refit: {name!r} has no known place in the engine")
+                continue  # an expert of another worker
+            place.weight.copy_(data[place.part], non_blocking=True)
+            if place.scale is not None:
+                _, scale = staged.pair(name)
+                assert scale is not None
+                place.scale.copy_(_numbers(scale)[place.scale_part], non_blocking=True)
+        return {name for name, _ in self._engine.model.named_parameters()}
+
+    def _find(self, staged: StagedWeights) -> Iterator[tuple[str, Memory]]:
+        for name, data in staged.weights():
+            place = self._engine.memory(name)
+            if place is None:
+                continue
+            _, scale = staged.pair(name)
+            if (scale is None) != (place.scale is None):
+                raise UserError(f"{name} is quantized on one side only")
+            if not _equal(data[place.part], place.weight):
+                raise UserError(f"{name} lies in the engine in another form than it was sent in")
+            numbers = None if scale is None else _numbers(scale)[place.scale_part]
+            if numbers is not None and place.scale is not None and not _equal(numbers, place.scale):
+                raise UserError(f"{scale_name(name)} lies in the engine in another form than it was sent in")
+            yield name, place
+
+    def _remaining(self) -> dict[str, int]:
+        """Checksums of parameters of which a part was not sent, with what was sent set to zero."""
+        parameters = live_tensors(self._engine.model)
+        covered = dict.fromkeys(parameters, 0)
+        homes = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items() if tensor.numel()}
+        inside: dict[str, list[torch.Tensor]] = {}
+        for view in (v for place in self._places.values() for v in (place.weight, place.scale) if v is not None):
+            name = homes[view.untyped_storage().data_ptr()]
+            covered[name] += view.numel()
+            inside.setdefault(name, []).append(view)
+        found = {}
+        for name, tensor in parameters.items():
+            if covered[name] != tensor.numel():
+                rest = tensor.data.clone()
+                for view in inside.get(name, []):
+                    offset = view.storage_offset() - tensor.storage_offset()
+                    rest.as_strided(view.shape, view.stride(), offset).zero_()
+                found[name] = bytes_checksum(rest)
+        return found
+
+    def _beside(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that modules hold in plain attributes: no views of parameters, nothing derived, no caches."""
+        model = self._engine.model
+        known = {tensor.untyped_storage().data_ptr() for tensor in live_tensors(model).values()}
+        known |= {tensor.untyped_storage().data_ptr() for tensor in self._engine.derived()}
+        for name, tensor in reachable_tensors(model):
+            if "cache" not in name and tensor.numel() and tensor.untyped_storage().data_ptr() not in known:
+                yield name, tensor
+
+
+def _checksums(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    return {name: bytes_checksum(tensor) for name, tensor in tensors}
+
+
+def _numbers(scale: torch.Tensor) -> torch.Tensor:
+    """Scales as float32; float8_e8m0fnu holds powers of two."""
+    return scale if scale.dtype == torch.float32 else scale.to(torch.float32)
+
+
+def _equal(sent: torch.Tensor, held: torch.Tensor) -> bool:
+    """Whether `held` is what a copy of `sent` into it gives, byte for byte."""
+    if sent.shape != held.shape:
+        return False
+    copied = torch.empty_like(held, memory_format=torch.contiguous_format).copy_(sent)
+    return torch.equal(copied.view(torch.uint8), held.contiguous().view(torch.uint8))

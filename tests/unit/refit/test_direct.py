@@ -1,0 +1,131 @@
+"""Direct writes: only where two refits through the loaders have shown that they are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import FakeEngine
+from test_live import expected, same, stage, started, versions  # noqa: F401  (fixtures)
+
+from nemo_rl_dsv4.refit.live import LiveRefit
+
+
+def refitted(engine: FakeEngine, expected: Any, versions: Any, count: int) -> LiveRefit:  # noqa: F811
+    live = LiveRefit(engine, checks="all", direct=True)
+    for number in range(1, count + 1):
+        assert live.apply(stage(expected, versions[number % 3], number)).findings == ()
+    return live
+
+
+def test_the_third_refit_is_direct_and_equals_a_fresh_engine(expected: Any, versions: Any) -> None:  # noqa: F811
+    engine = started(expected, versions, "float")
+    live = refitted(engine, expected, versions, 2)
+    assert live.direct is not None and live.direct.ready and live.direct.reason is None and engine.loads == 2
+    for number in (3, 4, 5):
+        report = live.apply(stage(expected, versions[number % 3], number))
+        assert report.findings == () and set(report.phases) == {"check", "load", "repoint", "verify"}
+        fresh = FakeEngine(expected, "float")
+        fresh.start(versions[number % 3])
+        assert same(engine.kernel_values(), fresh.kernel_values())
+    assert engine.loads == 2 and engine.caches_reset == 5
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"), [("packed", "are packed into words"), ("shuffled", "lies in the engine in another form")]
+)
+def test_other_kernel_layouts_stay_with_the_loaders(
+    expected: Any,  # noqa: F811
+    versions: Any,  # noqa: F811
+    layout: Any,
+    reason: str,
+) -> None:
+    engine = started(expected, versions, layout)
+    live = refitted(engine, expected, versions, 4)
+    assert live.direct is not None and not live.direct.ready
+    assert live.direct.reason is not None and reason in live.direct.reason
+    assert engine.loads == 4
+    fresh = FakeEngine(expected, layout)
+    fresh.start(versions[4 % 3])
+    assert same(engine.kernel_values(), fresh.kernel_values())
+
+
+def test_a_tensor_that_follows_the_weights_unnoticed_keeps_the_loaders(expected: Any, versions: Any) -> None:  # noqa: F811
+    """An engine that derives something at load time which nobody recomputes would go on with the old one."""
+    engine = started(expected, versions, "float")
+    layer = engine.model.get_submodule("model.layers.1")
+    process_all = engine.process_all
+
+    def derive() -> None:
+        process_all()
+        weight = engine.model.get_submodule("model.layers.1.attn.fused_wqa_wkv").weight
+        layer.absorbed = weight.data.float().sum(0)
+
+    engine.process_all = derive  # type: ignore[method-assign]
+    live = refitted(engine, expected, versions, 3)
+    assert live.direct is not None and live.direct.reason is not None
+    assert live.direct.reason.startswith("model.layers.1.absorbed (1 in all) changes with the weights")
+    assert engine.loads == 3
+
+
+def test_padding_that_the_loaders_change_keeps_the_loaders(expected: Any, versions: Any) -> None:  # noqa: F811
+    engine = started(expected, versions, "float")
+    head = engine.model.get_submodule("lm_head")
+    padded = torch.zeros(head.weight.shape[0] + 4, *head.weight.shape[1:], dtype=head.weight.dtype)
+    head.weight = torch.nn.Parameter(padded, requires_grad=False)
+    fill = iter((0.0, 1.0, 2.0))
+
+    def load(target: torch.nn.Parameter, value: torch.Tensor) -> None:
+        target.data[: len(value)].copy_(value)
+        target.data[len(value) :] = next(fill)
+
+    head.weight.weight_loader = load  # type: ignore[attr-defined]
+    live = refitted(engine, expected, versions, 3)
+    assert live.direct is not None and live.direct.reason == "lm_head.weight changes where nothing was sent"
+
+
+def test_constant_padding_is_left_as_it_is(expected: Any, versions: Any) -> None:  # noqa: F811
+    engine = started(expected, versions, "float")
+    head = engine.model.get_submodule("lm_head")
+    rows = head.weight.shape[0]
+    padded = torch.full((rows + 4, *head.weight.shape[1:]), -3.0, dtype=head.weight.dtype)
+    head.weight = torch.nn.Parameter(padded, requires_grad=False)
+    head.weight.weight_loader = lambda p, v: p.data[: len(v)].copy_(v)  # type: ignore[attr-defined]
+    live = refitted(engine, expected, versions, 3)
+    assert live.direct is not None and live.direct.ready and engine.loads == 2
+    assert bool((head.weight[rows:] == -3.0).all())
+
+
+def test_a_direct_write_that_fails_goes_back_to_the_loaders(
+    expected: Any,  # noqa: F811
+    versions: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = started(expected, versions, "float")
+    live = refitted(engine, expected, versions, 2)
+    assert live.direct is not None
+    live.direct._places.pop("layers.1.attn.wq_a.weight")
+    with pytest.raises(Exception, match=r"'layers.1.attn.wq_a.weight' has no known place"):
+        live.apply(stage(expected, versions[0], 3))
+    assert not live.valid and live.direct.reason is not None and "a direct write failed" in live.direct.reason
+    assert live.apply(stage(expected, versions[0], 4)).findings == () and live.valid and engine.loads == 3
+
+
+def test_a_wrong_place_is_found_by_the_verification(expected: Any, versions: Any) -> None:  # noqa: F811
+    engine = started(expected, versions, "float")
+    live = refitted(engine, expected, versions, 2)
+    assert live.direct is not None
+    places = live.direct._places
+    names = ("layers.1.ffn.experts.0.w1.weight", "layers.1.ffn.experts.1.w1.weight")
+    places[names[0]], places[names[1]] = places[names[1]], places[names[0]]
+    findings = live.apply(stage(expected, versions[0], 3)).findings
+    assert len(findings) == 2 and all("the engine computes with other values" in finding for finding in findings)
+
+
+def test_switched_off_nothing_is_observed(expected: Any, versions: Any) -> None:  # noqa: F811
+    engine = started(expected, versions, "float")
+    live = LiveRefit(engine)
+    for number in (1, 2, 3):
+        live.apply(stage(expected, versions[number % 3], number))
+    assert live.direct is None and engine.loads == 3
