@@ -20,7 +20,8 @@ from nemo_rl_dsv4.mismatch.rollout_file import Rollout
 from nemo_rl_dsv4.mismatch.study import EVERYTHING, FP8_PRODUCTS, REPLAY, Study, Variant
 from nemo_rl_dsv4.mismatch.summation import OtherSums
 from nemo_rl_dsv4.mismatch.trainers import Trainer, trainers_of
-from nemo_rl_dsv4.model.build import CPU_BACKEND, resolve_dtype
+from nemo_rl_dsv4.model.build import CPU_BACKEND, build_model, resolve_dtype
+from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.numerics import get_profile
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 from nemo_rl_dsv4.policy.spec import PolicySpec, build_worker
@@ -71,9 +72,22 @@ def add_noise(state: Mapping[str, Tensor], relative: float, seed: int = 0) -> di
 
 
 def exported(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The model's weights as a refit brings them."""
-    plain = torch.float32 if model.precision == "float32" else torch.bfloat16
-    return export_weights(model.state, model.profile, unquantized=plain)
+    """The model's weights as a refit brings them: quantized in the dtype that the trainers compute in.
+
+    Quantizing float32 weights for the engine and their BF16 values in a trainer would give one weight in thirty another
+    code.
+    """
+    if model.precision == "float32":
+        return export_weights(model.state, model.profile, unquantized=torch.float32)
+    built = build_model(
+        automodel_config(dict(model.hf_config)),
+        backend=CPU_BACKEND,
+        dtype=resolve_dtype(model.precision),
+        device=torch.device("meta"),
+    )
+    dtypes = {name: value.dtype for name, value in built.state_dict().items()}
+    state = {name: value.to(dtypes[name]) for name, value in model.state.items()}
+    return export_weights(state, model.profile, unquantized=torch.bfloat16)
 
 
 def start_engine(model: Model) -> CpuEngine:

@@ -31,6 +31,8 @@ class Variant:
 
 
 NOTHING, EVERYTHING, FP8_PRODUCTS = "nothing aligned", "everything aligned", "everything aligned, FP8 products"
+NO_FLOOR = 1e-9
+"""k3 below which an engine's two ways of computing count as one: float32 sums in other orders."""
 REPLAY, REPLAY_FP8 = "router replay", "router replay, FP8 products"
 
 
@@ -121,8 +123,9 @@ def _against_floor(everything: Variant, floor: Mismatch | None) -> list[str]:
     if floor is None:
         return ["The engine's own floor (its decoding against its own prefill) was not measured."]
     rest, limit = everything.mismatch.k3, floor.k3
-    if limit.mean == 0.0:
-        return ["The engine's decoding equals its own prefill, so all of the rest is between trainer and engine."]
+    if limit.mean < NO_FLOOR:
+        equals = "equals" if limit.mean == 0.0 else f"({limit}) all but equals"
+        return [f"The engine's decoding {equals} its own prefill, so all of the rest is between trainer and engine."]
     share = rest.mean / limit.mean
     closer = "closer to the engine than the engine's two ways of computing are to each other" if share < 0.95 else ""
     return [
@@ -138,6 +141,11 @@ def _against_other_sums(everything: Variant, other_sums: Mismatch | None) -> lis
     said = f"Last-bit errors of its own sums move the aligned trainer by {own} from itself"
     if rest.mean <= 0:
         return [said + "."]
+    if own.mean > 2 * rest.mean:
+        return [
+            f"{said}, {own.mean / rest.mean:.2g} times what it is from the rollout: trainer and engine are closer than "
+            "two programs that only add in different orders."
+        ]
     if own.mean >= 0.5 * rest.mean:
         return [
             f"{said}, {own.mean / rest.mean:.2g} times what it is from the rollout: two programs that only add in "
@@ -181,7 +189,7 @@ def _replay(study: Study, everything: Variant | None) -> list[str]:
         return []
     own = "" if replayed.overlap is None else f", of which it would have chosen {replayed.overlap:.2%} by itself,"
     said = [f"With the rollout's experts replayed{own} k3 is {replayed.mismatch.k3}."]
-    if study.floor is not None and study.floor.k3.mean > 0:
+    if study.floor is not None and study.floor.k3.mean >= NO_FLOOR:
         said[0] = (
             said[0][:-1] + f", {replayed.mismatch.k3.mean / study.floor.k3.mean:.2g} times the engine's own floor."
         )

@@ -77,6 +77,20 @@ def test_hidden_states_of_a_trainer_that_rounds_nothing_drift(rolled) -> None:
     assert min(drift) > 1e-4
 
 
+def test_a_bf16_study_compares_the_same_weights(config_once, training_once) -> None:
+    """The engine had codes of the float32 weights, the trainer those of their BF16 values: one in thirty differed."""
+    model = Model(config_once, add_noise(training_once, 1e-3), "vllm-hopper", precision="bfloat16", rows=8)
+    engine = start_engine(model)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 60, (9,), generator=generator).tolist() for _ in range(4)]
+    params = SamplingParams(12, stop_token_ids=(1,))
+    rollout = roll_out(engine, model, prompts, responses=1, params=params, pad_id=2, seed=1)
+    aligned = trainers_of(get_profile("vllm-hopper"), "bfloat16", routes=False)[1]
+    assert aligned.name == EVERYTHING
+    first = compare_layers(engine, build_trainer(model, aligned), rollout)[0]
+    assert first["relative_error"] < 1e-4, first
+
+
 def test_trainers_differ_in_one_thing() -> None:
     profile = get_profile("vllm-hopper")
     made = trainers_of(profile, "bfloat16", routes=True)

@@ -55,7 +55,13 @@ def test_no_site_stands_out() -> None:
 
 def test_a_floor_of_zero_or_none_is_said() -> None:
     assert "was not measured" in conclusions(study(None))[1]
-    assert "equals its own prefill" in conclusions(study(0.0))[1]
+    assert "decoding equals its own prefill" in conclusions(study(0.0))[1]
+    assert "all but equals its own prefill" in conclusions(study(1.7e-15))[1]
+
+
+def test_other_sums_that_move_the_trainer_farther_than_the_rollout_is_are_called_so() -> None:
+    said = conclusions(replace(study(), other_sums=mismatch(1e-2)))[2]
+    assert "10 times what it is from the rollout: trainer and engine are closer than two programs" in said
 
 
 def test_replay_and_layers() -> None:

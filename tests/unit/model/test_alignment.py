@@ -93,7 +93,7 @@ def test_an_aligned_bf16_trainer_is_nearer_to_the_bf16_rollout(config_once, trai
         install_numerics(model, HOPPER, dict.fromkeys(SITE_GROUPS, True), overrides)
         found = torch.log_softmax(logits(model)[:, :-1].float(), -1).gather(-1, IDS[:, 1:, None]).squeeze(-1)
         distance[name] = float((found - rollout).abs().mean())
-    assert distance["aligned"] * 1.3 < distance["rounded"], distance
+    assert distance["aligned"] * 4 < distance["rounded"], distance
 
 
 def test_gradients_reach_every_parameter_and_float32_weights_unrounded(config_once, training_once):
