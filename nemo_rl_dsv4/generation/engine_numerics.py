@@ -20,6 +20,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 from nemo_rl_dsv4.model.seam import Seam, attach, during, wrap_function
 from nemo_rl_dsv4.numerics import QuantSpec, fake_quant
+from nemo_rl_dsv4.numerics.hyper_connections import tf32_values
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
 from nemo_rl_dsv4.numerics.rotary import inverse_rope_fake_quant
 from nemo_rl_dsv4.numerics.swiglu import swiglu_fake_quant
@@ -154,20 +155,14 @@ class EngineMixer(Seam):
         if self._first:
             parts = list(kept.chunk(module.hc_mult, dim=-1))
             total = torch.stack(parts).sum(0)
-            read = torch.cat([_tf32(total), *(torch.zeros_like(part) for part in parts[1:])], dim=-1)
+            read = torch.cat([tf32_values(total), *(torch.zeros_like(part) for part in parts[1:])], dim=-1)
         else:
-            read = _tf32(kept)
+            read = tf32_values(kept)
         module.fn.data = read
         try:
             return super().forward(hidden_streams)
         finally:
             module.fn.data = kept
-
-
-def _tf32(x: torch.Tensor) -> torch.Tensor:
-    """Nearest value with 10 mantissa bits, ties away from zero."""
-    mantissa, exponent = torch.frexp(x.double())
-    return torch.ldexp((mantissa.abs() * 2.0**11 + 0.5).floor().copysign(mantissa), exponent - 11).float()
 
 
 class EngineScorer(Seam):

@@ -25,7 +25,7 @@ MEAN_SQUARE = "_mean_square_before_cast"
 
 
 class StreamsBlock(Seam):
-    """A block: tells its hyper-connections what dtype its streams have (FSDP hands them float32 copies)."""
+    """A block: tells its hyper-connections what dtype its streams have (an FSDP unit may be handed float32 copies)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """AutoModel's block on streams [B, S, N, D]."""

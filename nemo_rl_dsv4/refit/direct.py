@@ -77,12 +77,12 @@ class DirectWrites:
 
     def before_load(self) -> None:
         """Note what lies beside the parameters."""
-        if self.reason is None and not self.ready:
+        if self.reason is None:
             self._others = _checksums(self._beside())
 
     def after_load(self, staged: StagedWeights) -> None:
         """Compare what was sent with what the kernels now read, and what lies beside the parameters with before."""
-        if self.reason is not None or self.ready:
+        if self.reason is not None:
             return
         others = _checksums(self._beside())
         changed = sorted(

@@ -17,17 +17,14 @@ import torch
 from nemo_rl_dsv4.model.stored_weight import decode_weight, scale_name
 from nemo_rl_dsv4.numerics.formats import is_power_of_two
 from nemo_rl_dsv4.refit.checksum import bytes_checksum
-from nemo_rl_dsv4.refit.direct import DirectWrites
+from nemo_rl_dsv4.refit.direct import DirectEngine, DirectWrites
 from nemo_rl_dsv4.refit.references import find_references, live_tensors, repoint, stale_references
 from nemo_rl_dsv4.refit.report import Checks, RefitReport, Stream, checked_names
 from nemo_rl_dsv4.refit.staging import StagedWeights
-from nemo_rl_dsv4.refit.vllm_layout import Memory
 
 
-class LiveEngine(Protocol):
+class LiveEngine(DirectEngine, Protocol):
     """What a refit needs of an engine."""
-
-    model: torch.nn.Module
 
     def load(self, stream: Stream) -> set[str]:
         """Prepare, load a whole stream by official names, finalize; return the parameters that a loader wrote.
@@ -45,14 +42,6 @@ class LiveEngine(Protocol):
 
         None if this engine process holds no part of it.
         """
-        ...
-
-    def memory(self, name: str) -> Memory | None:
-        """See `VllmLayout.memory`."""
-        ...
-
-    def derived(self) -> list[torch.Tensor]:
-        """Tensors that `refresh_derived` computes."""
         ...
 
     def scales(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -106,10 +95,10 @@ class LiveRefit:
             staged.check_complete(power_of_two=self.power_of_two)
         self.valid = False
         engine = self.engine
-        writes = self.direct if self.direct is not None and self.direct.reason is None else None
-        directly = writes is not None and writes.ready
-        if writes is not None and not directly:
-            writes.before_load()
+        directly = self.direct is not None and self.direct.ready
+        observed = None if directly else self.direct
+        if observed is not None:
+            observed.before_load()
         with _timed(phases, "load"):
             written = self._write(staged) if directly else engine.load(staged.stream())
         with _timed(phases, "repoint"):
@@ -120,9 +109,9 @@ class LiveRefit:
         with _timed(phases, "verify"):
             names = checked_names([name for name, _ in staged.weights()], self.checks, staged.version or 0)
             findings = [*moved, *self._verify(staged, written, names)]
-        if writes is not None and not directly and not findings:
+        if observed is not None and not findings:
             with _timed(phases, "observe"):
-                writes.after_load(staged)
+                observed.after_load(staged)
         engine.reset_caches()
         self.version, self.valid = staged.version, not findings
         weights = list(staged.weights())
