@@ -85,7 +85,7 @@ class _Tf32(torch.autograd.Function):
             return tf32_values(weight)
         total = weight.unflatten(-1, (repeats, -1)).sum(-2)
         shift = (tf32_values(total) - total) / repeats
-        return weight + shift.repeat_interleave(repeats, 0).view(-1, repeats * shift.shape[-1])
+        return weight + shift.repeat(1, repeats)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
