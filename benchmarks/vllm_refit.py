@@ -6,7 +6,8 @@
     python benchmarks/vllm_refit.py compare DIR         exit status 0 only if every number is equal
 
 Each phase is a process of its own, with vLLM 0.26.0 on the path for `refit` and `fresh` (AutoModel and transformers'
-DeepSeek-V4 are not needed). `refit --sleep` puts the engine to sleep (level 2) before the second refit.
+DeepSeek-V4 are not needed). `refit --sleep` puts the engine to sleep (level 2) before the second refit. `refit --direct`
+refits four times (versions 1, 2, 1, 2), the last two straight into the kernels' memory.
 
     python benchmarks/vllm_refit.py refit DIR --tensor-parallel 2 --transport folder ipc broadcast --ranks 2
     python benchmarks/vllm_refit.py fresh DIR --tensor-parallel 2
@@ -235,13 +236,16 @@ def logprobs(engine: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def refit(folder: Path, *, sleep: bool) -> int:
-    """Two refits with every weight compared, then one that leaves kernel references as the reload left them."""
+def refit(folder: Path, *, sleep: bool, direct: bool = False) -> int:
+    """Two refits with every weight compared, then one that leaves kernel references as the reload left them.
+
+    With `direct` two more before that, which must not go through the loaders.
+    """
     engine = start_engine(folder / "v0", sleep_mode=sleep, extension=True)
-    print("prepared:", call_workers(engine, "dsv4_refit_prepare", "all"))
+    print("prepared:", call_workers(engine, "dsv4_refit_prepare", "all", direct))
     results = {"v0": logprobs(engine)}
-    bad = 0
-    for version in (1, 2):
+    bad, notes = 0, []
+    for number, version in enumerate((1, 2, 1, 2) if direct else (1, 2)):
         if sleep and version == 2:
             engine.sleep(level=2)
             engine.wake_up(tags=["weights"])
@@ -258,8 +262,10 @@ def refit(folder: Path, *, sleep: bool) -> int:
         engine.reset_prefix_cache()
         shown = {key: report[key] for key in ("version", "tensors", "quantized", "bytes", "checksum", "phases")}
         print(f"refit {version}: {seconds:.2f} s, peak +{peak:.0f} MiB, kept {kept:.0f} MiB, {shown}")
-        print(f"refit {version}: {len(report['findings'])} findings {report['findings'][:5]}")
+        print(f"refit {version}: {len(report['findings'])} findings {report['findings'][:5]} {report['notes']}")
         bad += len(report["findings"])
+        notes += report["notes"]
+        bad += direct and number == 1 and not any("straight into" in note for note in notes)
         results[f"v{version}"] = logprobs(engine)
     torch.save(results, folder / "refit.pt")
     report = call_workers(engine, "dsv4_refit_from_folder", str(folder / "buckets3"), skip_repointing=True)[0]
@@ -404,6 +410,7 @@ def main() -> int:
     parser.add_argument("phase", choices=("make", "refit", "fresh", "compare"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sleep", action="store_true", help="refit: sleep at level 2 before the second refit")
+    parser.add_argument("--direct", action="store_true", help="refit: two more, straight into the kernels' memory")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine")
     parser.add_argument("--ranks", type=int, default=0, help="refit: training ranks that send; 0 takes make's buckets")
     parser.add_argument(
@@ -414,6 +421,8 @@ def main() -> int:
         help="refit with --ranks, compare: how weights travel",
     )
     options = parser.parse_args()
+    if options.direct and (options.sleep or options.ranks):
+        parser.error("--direct goes with neither --sleep nor --ranks")
     if options.phase == "refit" and bool(options.ranks) != bool(options.transport):
         parser.error("--ranks and --transport go together")
     if options.phase == "make":
@@ -425,7 +434,7 @@ def main() -> int:
     elif options.ranks:
         return refit_from_ranks(options.folder, options)
     else:
-        return refit(options.folder, sleep=options.sleep)
+        return refit(options.folder, sleep=options.sleep, direct=options.direct)
     return 0
 
 

@@ -86,7 +86,10 @@ class EngineGroup:
         """
         kept_as_it_is = isinstance(weights, ray.ObjectRef) or hasattr(weights, "deliver")
         self._weights = weights if kept_as_it_is else ray.put(weights)
-        return refit_metrics(self._load(self.actors))
+        reports = self._load(self.actors)
+        for note in dict.fromkeys(note for report in reports for note in report.get("notes", ())):
+            log.warning("refit: %s", note)
+        return refit_metrics(reports)
 
     def _load(self, actors: list[Any]) -> list[dict[str, Any]]:
         """Give engines the weights of the last update."""

@@ -211,7 +211,7 @@ class VllmEngine:
         """Refit every worker with the buckets of a folder (`refit.transport.file.write_folder`).
 
         Returns:
-            The first worker's `RefitReport` as plain values, with the findings of all workers.
+            The first worker's `RefitReport` as plain values, with the findings and notes of all workers.
 
         Raises:
             UserError: the buckets are incomplete or damaged (the old weights stay), or a finding and `spec` says stop.
@@ -261,7 +261,8 @@ class VllmEngine:
             raise UserError(f"refit of version {reports[0]['version']}: {len(findings)} findings: {shown}")
         if findings:
             log.warning("refit of version %s: %d findings: %s", reports[0]["version"], len(findings), findings[:3])
-        return {**reports[0], "findings": findings}
+        notes = list(dict.fromkeys(note for report in reports for note in report["notes"]))
+        return {**reports[0], "findings": findings, "notes": notes}
 
     def sleep(self) -> None:
         """Give weights and KV cache back to the GPU; the next refit must bring all weights.

@@ -1,10 +1,12 @@
 """Write a refit straight into the memory that an engine's kernels read, where that has been shown to be the same.
 
-An engine's loaders turn checkpoint tensors into kernel tensors. For FP8 weights with float32 block scales that is a
-copy, tensor by tensor, paid with a walk by name through all layers and with new kernel tensors for each. Whether it is
-one is not assumed but observed. After each of two refits through the loaders
+An engine's loaders turn checkpoint tensors into kernel tensors. For FP8 weights with float32 block scales that changes
+no value, tensor by tensor, paid with a walk by name through all layers and with new kernel tensors for each. Whether it
+is so is not assumed but observed. After each of two refits through the loaders
 
-- every tensor that was sent lies where the layout says, byte for byte;
+- every tensor that was sent lies where the layout says: plain ones byte for byte, quantized ones with the same codes
+  times scales (vLLM quantizes blocks anew, which doubles codes and halves the scale of a block whose largest code is
+  224 or less; a product of either is the other's, to the bit);
 - whatever of a parameter was not sent (a tile's padding) holds what it held the time before;
 - while the loaders ran, no tensor beside the parameters changed but those that `refresh_derived` computes.
 
@@ -13,20 +15,16 @@ From the third refit on tensors are copied to these places. What speaks against 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.model.stored_weight import scale_name
 from nemo_rl_dsv4.refit.checksum import bytes_checksum
 from nemo_rl_dsv4.refit.references import live_tensors, reachable_tensors
 from nemo_rl_dsv4.refit.staging import StagedWeights
-from nemo_rl_dsv4.refit.vllm_layout import Memory
-
-log = logging.getLogger(__name__)
+from nemo_rl_dsv4.refit.vllm_layout import Memory, dequantize_blocks
 
 OBSERVED = 2
 """Refits through the loaders before the first direct one."""
@@ -63,6 +61,7 @@ class DirectWrites:
         self._unsent: dict[str, int] = {}
         self.reason: str | None = None
         """Why refits keep going through the loaders; None while nothing speaks against direct ones."""
+        self._notes: list[str] = []
 
     @property
     def ready(self) -> bool:
@@ -73,7 +72,12 @@ class DirectWrites:
         """Leave refits to the engine's loaders for good."""
         self.reason = reason
         self._places, self._others, self._unsent = {}, {}, {}
-        log.info("refits go through the engine's loaders: %s", reason)
+        self._notes.append(f"weights keep going through the engine's loaders (policy.dsv4.refit.direct): {reason}")
+
+    def take_notes(self) -> tuple[str, ...]:
+        """What has been decided since the last call."""
+        notes, self._notes = tuple(self._notes), []
+        return notes
 
     def before_load(self) -> None:
         """Note what lies beside the parameters."""
@@ -100,7 +104,7 @@ class DirectWrites:
             return self.stop(f"{moved[0]} changes where nothing was sent")
         self._unsent, self._observed = unsent, self._observed + 1
         if self.ready:
-            log.info("refits write %d tensors straight into the engine's memory from now on", len(self._places))
+            self._notes.append(f"{len(self._places)} weights go straight into the engine's memory from now on")
 
     @torch.inference_mode()
     def write(self, staged: StagedWeights) -> set[str]:
@@ -134,11 +138,15 @@ class DirectWrites:
             _, scale = staged.pair(name)
             if (scale is None) != (place.scale is None):
                 raise UserError(f"{name} is quantized on one side only")
-            if not _equal(data[place.part], place.weight):
+            sent = data[place.part]
+            if scale is None or place.scale is None:
+                same = _equal(sent, place.weight)
+            else:
+                here = place.weight.device
+                wanted = dequantize_blocks(sent.to(here), _numbers(scale)[place.scale_part].to(here))
+                same = torch.equal(wanted, dequantize_blocks(place.weight, place.scale))
+            if not same:
                 raise UserError(f"{name} lies in the engine in another form than it was sent in")
-            numbers = None if scale is None else _numbers(scale)[place.scale_part]
-            if numbers is not None and place.scale is not None and not _equal(numbers, place.scale):
-                raise UserError(f"{scale_name(name)} lies in the engine in another form than it was sent in")
             yield name, place
 
     def _remaining(self) -> dict[str, int]:

@@ -125,6 +125,7 @@ class LiveRefit:
             phases=phases,
             phase_bytes={"load": staged.bytes, "verify": sum(staged.pair(name)[0].nbytes for name in names)},
             findings=tuple(findings),
+            notes=self.direct.take_notes() if self.direct is not None else (),
         )
 
     def _write(self, staged: StagedWeights) -> set[str]:

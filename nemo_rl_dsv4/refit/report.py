@@ -39,6 +39,7 @@ class RefitReport:
         phases: seconds by phase, such as receive, load, repoint, verify.
         phase_bytes: bytes by phase: of the payload received and loaded, of weights compared.
         findings: what is wrong with the engine's weights now, one line each; empty is good.
+        notes: what was decided for the refits to come, one line each, said once.
     """
 
     tensors: int
@@ -50,6 +51,7 @@ class RefitReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     phase_bytes: Mapping[str, int] = field(default_factory=dict)
     findings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields as plain values, for JSON."""
@@ -58,6 +60,7 @@ class RefitReport:
             "phases": dict(self.phases),
             "phase_bytes": dict(self.phase_bytes),
             "findings": list(self.findings),
+            "notes": list(self.notes),
         }
 
     def with_receive(self, seconds: float) -> RefitReport:

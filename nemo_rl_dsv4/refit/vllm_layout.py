@@ -129,7 +129,7 @@ class VllmLayout:
             if scale is not None:
                 scale = kernel_scale(scale, (weight.shape[1], weight.shape[2])).flatten(0, 1)
             weight = weight.flatten(0, 1)
-        values = weight if scale is None else _dequantize(weight, scale)
+        values = weight if scale is None else dequantize_blocks(weight, scale)
         return _own_part(self._of_fused(values, name, place), self._expected[name], self._rank)
 
     def memory(self, name: str) -> Memory | None:
@@ -226,7 +226,8 @@ def _scale_of(parameter: str) -> str:
     return f"{parameter}_scale_inv"
 
 
-def _dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def dequantize_blocks(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What FP8 codes [rows, cols] and a kernel's scale (see `kernel_scale`) stand for, float32."""
     rows, cols = weight.shape
     grid = kernel_scale(scale, (rows, cols))
     row_block = 1 if grid.shape[0] == rows and rows > 1 else _BLOCK

@@ -49,7 +49,8 @@ class Echo:
     def update_weights(self, version: int) -> dict[str, Any]:
         self.version = version
         counts = {"tensors": 1, "quantized": 0, "bytes": 8, "seconds": 0.5, "checksum": "not a number"}
-        return {**counts, "phases": {"load": 0.25}, "phase_bytes": {"load": 8}, "findings": ["one"]}
+        counts |= {"findings": ["one"], "notes": ["decided"]}
+        return {**counts, "phases": {"load": 0.25}, "phase_bytes": {"load": 8}}
 
     def generate(self, prompts: list[list[int]], params: Any, seed: int, rows: list[int]) -> list[Any]:
         for path in self.spec.dies:
@@ -75,6 +76,11 @@ def group(spec: Spec, **options: Any) -> EngineGroup:
     logged = made.update_weights(7)
     assert (logged["bytes"], logged["seconds_load"], logged["bytes_load"], logged["findings"]) == (8.0, 0.25, 8.0, 2.0)
     return made
+
+
+def test_what_a_refit_decided_is_said_once_for_all_engines(caplog: pytest.LogCaptureFixture) -> None:
+    group(Spec())
+    assert [record.message for record in caplog.records] == ["refit: decided"]
 
 
 def answers(rollout: EngineGroup) -> list[list[int]]:

@@ -196,8 +196,9 @@ def test_refits_are_prepared_once_and_a_finding_stops_or_is_reported(vllm) -> No
         if method != "dsv4_refit_from_folder":
             return [("result", {})] * 2
         if refused:
-            return [("refused", "the transfer ended"), ("result", {"version": 3, "findings": []})]
-        return [("result", {"version": 3, "findings": []}), ("result", {"version": 3, "findings": list(findings)})]
+            return [("refused", "the transfer ended"), ("result", {"version": 3, "findings": [], "notes": []})]
+        report = {"version": 3, "findings": [], "notes": ["decided"]}
+        return [("result", report), ("result", {**report, "findings": list(findings)})]
 
     for on_finding in ("stop", "warn"):
         findings.clear()
@@ -205,7 +206,11 @@ def test_refits_are_prepared_once_and_a_finding_stops_or_is_reported(vllm) -> No
         rollout = engine(refit_on_finding=on_finding, refit_checks="all")
         rollout.llm.collective_rpc = rpc
         rollout.llm.reset_prefix_cache = lambda: calls.append(("reset", ()))
-        assert rollout.update_weights_from_folder("buckets") == {"version": 3, "findings": []}
+        assert rollout.update_weights_from_folder("buckets") == {
+            "version": 3,
+            "findings": [],
+            "notes": ["decided"],
+        }
         rollout.update_weights_from_folder("buckets")
         expected = [("dsv4_refit_from_folder", ("buckets",)), ("reset", ())]
         assert calls == [("dsv4_refit_prepare", ("all", False)), *expected, *expected]
@@ -239,7 +244,7 @@ def test_weights_come_from_senders(
 ) -> None:
     """Prepared once; every worker is asked; what one of them finds ends the run unless the recipe says to go on."""
     calls: list[tuple[str, Any]] = []
-    report = {"version": 4, "findings": [], "bytes": 8}
+    report = {"version": 4, "findings": [], "notes": [], "bytes": 8}
 
     def rpc(self: FakeLLM, name: str, args: Any = (), kwargs: Any = None) -> list[Any]:
         calls.append((args[0], args[1]))

@@ -1,9 +1,10 @@
 """An engine with vLLM's habits around weights, small enough for a CPU.
 
 It fuses wq_a with wkv and a shared expert's w1 with w3, stacks routed experts as `w13_weight` and `w2_weight`, turns
-checkpoint tensors into a kernel layout after loading (float grid, packed int32 with four exponents a word, or codes
-whose rows are shuffled behind an unchanged shape), and its MoE kernels compute with scale objects of their own. Sinks
-have no loader, one tensor is derived at load time, and a hash table is a frozen parameter.
+checkpoint tensors into a kernel layout after loading (float grid, the same with blocks quantized anew as vLLM does on
+Hopper, packed int32 with four exponents a word, or codes whose rows are shuffled behind an unchanged shape), and its
+MoE kernels compute with scale objects of their own. Sinks have no loader, one tensor is derived at load time, and a
+hash table is a frozen parameter.
 
 `forward_value` is what it would compute with: a checksum over dequantized weights as the kernels see them.
 """
@@ -19,7 +20,7 @@ from nemo_rl_dsv4.numerics.packing import pack_ue8m0, unpack_ue8m0
 from nemo_rl_dsv4.refit.report import Stream
 from nemo_rl_dsv4.refit.vllm_layout import Memory, VllmLayout
 
-LayoutName = Literal["float", "packed", "shuffled"]
+LayoutName = Literal["float", "requantized", "packed", "shuffled"]
 Loader = Callable[..., None]
 
 
@@ -65,6 +66,21 @@ class Block(torch.nn.Module):
         if self.layout == "packed":
             spread = self.weight_scale_inv.data.repeat_interleave(128, 0)[: sum(self.rows)]
             self.weight_scale_inv = torch.nn.Parameter(pack_ue8m0(spread), requires_grad=False)
+        if self.layout == "requantized" and all(rows % 128 == 0 for rows in self.rows):  # else no grid of blocks
+            requantize(self.weight.data, self.weight_scale_inv.data)
+
+
+def requantize(codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """Quantize FP8 blocks [..., rows, cols] anew in place: where no code is above 224 they double."""
+    rows, cols = codes.shape[-2:]
+    values = codes.float()
+    for i in range(scale.shape[-2]):
+        for j in range(scale.shape[-1]):
+            block = values[..., 128 * i : min(128 * i + 128, rows), 128 * j : min(128 * j + 128, cols)]
+            factor = torch.where(block.abs().amax((-2, -1)) <= 224.0, 2.0, 1.0)
+            block *= factor[..., None, None]
+            scale[..., i, j] /= factor
+    codes.copy_(values.to(codes.dtype))
 
 
 class Kernel:
@@ -106,6 +122,8 @@ class Experts(torch.nn.Module):
                 rows = getattr(self, leaf).shape[1]
                 spread = getattr(self, name).data.repeat_interleave(128, 1)[:, :rows]
                 setattr(self, name, torch.nn.Parameter(pack_ue8m0(spread), requires_grad=False))
+            if self.layout == "requantized":
+                requantize(getattr(self, leaf).data, getattr(self, f"{leaf}_scale_inv").data)
             if self.layout == "shuffled":
                 setattr(self, leaf, torch.nn.Parameter(shuffle(getattr(self, leaf).data), requires_grad=False))
                 getattr(self, leaf).is_shuffled = True

@@ -19,17 +19,53 @@ def refitted(engine: FakeEngine, expected: Any, versions: Any, count: int) -> Li
     return live
 
 
-def test_the_third_refit_is_direct_and_equals_a_fresh_engine(expected: Any, versions: Any) -> None:  # noqa: F811
-    engine = started(expected, versions, "float")
+EXPERT = "layers.1.ffn.experts.0.w1"
+
+
+def with_small_codes(stream: Any) -> Any:
+    """The stream with an expert whose largest code is 224 or less: its amax was rounded down to a power of two."""
+    weights = dict(stream)
+    weights[f"{EXPERT}.weight"] = (weights[f"{EXPERT}.weight"].float() / 2).to(torch.float8_e4m3fn)
+    weights[f"{EXPERT}.scale"] = weights[f"{EXPERT}.scale"] * 2
+    return list(weights.items())
+
+
+@pytest.mark.parametrize("layout", ["float", "requantized"])
+def test_the_third_refit_is_direct_and_equals_a_fresh_engine(
+    expected: Any,  # noqa: F811
+    versions: Any,  # noqa: F811
+    layout: Any,
+) -> None:
+    versions = [with_small_codes(version) for version in versions]
+    engine = started(expected, versions, layout)
     live = refitted(engine, expected, versions, 2)
+    sent, held = dict(versions[2])[f"{EXPERT}.weight"], engine.memory(f"{EXPERT}.weight")
+    assert held is not None and torch.equal(sent.float(), held.weight.float()) == (layout == "float")
     assert live.direct is not None and live.direct.ready and live.direct.reason is None and engine.loads == 2
     for number in (3, 4, 5):
         report = live.apply(stage(expected, versions[number % 3], number))
         assert report.findings == () and set(report.phases) == {"check", "load", "repoint", "verify"}
-        fresh = FakeEngine(expected, "float")
+        fresh = FakeEngine(expected, layout)
         fresh.start(versions[number % 3])
-        assert same(engine.kernel_values(), fresh.kernel_values())
+        if layout == "float":
+            assert same(engine.kernel_values(), fresh.kernel_values())
+        for name in expected:
+            (found, _), (wanted, _) = engine.read_back(name), fresh.read_back(name)  # type: ignore[misc]
+            assert torch.equal(found, wanted), name
+        experts = [{k: v for k, v in e.kernel_values().items() if "w13" in k or "w2_" in k} for e in (engine, fresh)]
+        assert experts[0] and same(*experts)
     assert engine.loads == 2 and engine.caches_reset == 5
+
+
+def test_what_was_decided_is_said_once(expected: Any, versions: Any) -> None:  # noqa: F811
+    notes = []
+    for layout in ("float", "shuffled"):
+        live = LiveRefit(started(expected, versions, layout), checks="all", direct=True)  # type: ignore[arg-type]
+        notes.append([live.apply(stage(expected, versions[n % 3], n)).notes for n in (1, 2, 3)])
+    (first, decided, later), (kept, *nothing) = notes
+    assert first == later == () and nothing == [(), ()]
+    assert decided[0].endswith("weights go straight into the engine's memory from now on")
+    assert kept[0].startswith("weights keep going through the engine's loaders") and "in another form" in kept[0]
 
 
 @pytest.mark.parametrize(
