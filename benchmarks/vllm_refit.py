@@ -6,7 +6,7 @@
     python benchmarks/vllm_refit.py compare DIR         exit status 0 only if every number is equal
 
 Each phase is a process of its own, with vLLM 0.26.0 on the path for `refit` and `fresh` (AutoModel and transformers'
-DeepSeek-V4 are not needed). `refit --sleep` puts the engine to sleep (level 2) before the second refit. `refit --direct`
+DeepSeek-V4 are not needed). `refit --sleep` puts the engine to sleep (level 2) before the second refit. `--direct`
 refits four times (versions 1, 2, 1, 2), the last two straight into the kernels' memory.
 
     python benchmarks/vllm_refit.py refit DIR --tensor-parallel 2 --transport folder ipc broadcast --ranks 2
@@ -239,7 +239,7 @@ def logprobs(engine: Any) -> dict[str, torch.Tensor]:
 def refit(folder: Path, *, sleep: bool, direct: bool = False) -> int:
     """Two refits with every weight compared, then one that leaves kernel references as the reload left them.
 
-    With `direct` two more before that, which must not go through the loaders.
+    With `direct` two more instead of that, which must not go through the loaders.
     """
     engine = start_engine(folder / "v0", sleep_mode=sleep, extension=True)
     print("prepared:", call_workers(engine, "dsv4_refit_prepare", "all", direct))
@@ -268,6 +268,8 @@ def refit(folder: Path, *, sleep: bool, direct: bool = False) -> int:
         bad += direct and number == 1 and not any("straight into" in note for note in notes)
         results[f"v{version}"] = logprobs(engine)
     torch.save(results, folder / "refit.pt")
+    if direct:
+        return 1 if bad else 0
     report = call_workers(engine, "dsv4_refit_from_folder", str(folder / "buckets3"), skip_repointing=True)[0]
     stale = [finding for finding in report["findings"] if "stale" in finding]
     print(f"re-pointing skipped: {len(stale)} stale references found, first {stale[:2]}")
