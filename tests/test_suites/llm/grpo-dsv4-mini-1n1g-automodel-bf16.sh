@@ -12,10 +12,10 @@ NUM_MINUTES=60
 # ===== END CONFIG =====
 
 CHECKS=(
-    # not measured: no run of this recipe yet; random weights amplify: a probe of this shape had k3 0.14 (BF16) and 0.033 (rounded) on an H200
-    'mean(data["train/gen_kl_error"]) < 0.5'
-    # not measured: no run of this recipe yet; 1.0 is perfect agreement
-    'mean(data["train/token_mult_prob_error"]) < 2'
+    # measured: 0.026, largest 0.11 over 300 steps (H200, 2026-11-30)
+    'mean(data["train/gen_kl_error"]) < 0.1'
+    # measured: 1.98 in the mean, 39 at most; 1.0 is perfect agreement
+    'mean(data["train/token_mult_prob_error"]) < 4'
 )
 
 exit_if_max_steps_reached

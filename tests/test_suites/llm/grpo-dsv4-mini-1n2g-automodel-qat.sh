@@ -12,10 +12,10 @@ NUM_MINUTES=60
 # ===== END CONFIG =====
 
 CHECKS=(
-    # not measured: no run of this recipe yet; random weights amplify: a probe of this shape had k3 0.033 (rounded) on an H200
-    'mean(data["train/gen_kl_error"]) < 0.1'
-    # not measured: no run of this recipe yet; 1.0 is perfect agreement
-    'mean(data["train/token_mult_prob_error"]) < 2'
+    # measured: 8.3e-6 in the mean of 10 steps (two H200, 2026-11-30)
+    'mean(data["train/gen_kl_error"]) < 1e-4'
+    # measured: 1.001; 1.0 is perfect agreement
+    'mean(data["train/token_mult_prob_error"]) < 1.05'
 )
 
 exit_if_max_steps_reached
