@@ -59,6 +59,8 @@ class Alignment(Section):
     """Query heads are normalized and rotated in float32 and rounded once."""
     attention_fp32: bool | None = None
     """Attention logits and softmax in float32 (`attn: sdpa`; `tilelang` does it by itself)."""
+    attention_probs_bf16: bool | None = None
+    """Attention weights are rounded to BF16 in blocks of 64 keys (`attn: sdpa`; `tilelang` does it by itself)."""
     compressor_fp32: bool | None = None
     """Compressed entries and indexer keys stay in float32 until they are rounded for the cache."""
     hc_mix_fp32: bool | None = None

@@ -9,6 +9,7 @@ Shapes: B batch, S tokens, T routed tokens, H heads, D channels of a head, K cho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 from nemo_rl_dsv4.model.seam import Seam, attach, during, wrap_function
 from nemo_rl_dsv4.numerics import QuantSpec, fake_quant
+from nemo_rl_dsv4.numerics.attention import BLOCK
 from nemo_rl_dsv4.numerics.hyper_connections import tf32_values
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
 from nemo_rl_dsv4.numerics.rotary import inverse_rope_fake_quant
@@ -28,12 +30,22 @@ from nemo_rl_dsv4.numerics.swiglu import swiglu_fake_quant
 
 @dataclass
 class _Attention:
-    """One forward pass of one attention layer: its RoPE tables, dtype, and whether wo_a undoes the rotation."""
+    """One forward pass of one attention layer.
+
+    Attributes:
+        cos, sin: its RoPE tables.
+        dtype: of the activations.
+        fused: wo_a undoes the rotation.
+        probs_bf16: weights are rounded before they meet the values.
+        entries: how many of the keys, at their end, are compressed; known once the compressor has run.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
     dtype: torch.dtype
     fused: bool
+    probs_bf16: bool
+    entries: int = 0
 
 
 _attention: ContextVar[_Attention | None] = ContextVar("engine_attention", default=None)
@@ -45,11 +57,12 @@ class EngineAttention(Seam):
     """Marks one attention layer's forward for the wrapped functions."""
 
     _fused: bool
+    _probs_bf16: bool
 
     def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, **kwargs: Any) -> Any:
         """transformers' attention."""
         cos, sin = position_embeddings[self.rope_layer_type]  # type: ignore[attr-defined]
-        with during(_attention, _Attention(cos, sin, hidden_states.dtype, self._fused)):
+        with during(_attention, _Attention(cos, sin, hidden_states.dtype, self._fused, self._probs_bf16)):
             return super().forward(hidden_states, position_embeddings, **kwargs)
 
 
@@ -118,6 +131,9 @@ class EngineCompressor(Seam):
         """transformers' compressor."""
         with during(_around, hidden_states.dtype):
             compressed, bias = super().forward(hidden_states.float(), *args, **kwargs)
+        call = _attention.get()
+        if call is not None:
+            call.entries = compressed.shape[2]
         return compressed.to(hidden_states.dtype), bias
 
 
@@ -231,12 +247,55 @@ def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
     def eager_attention_forward(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *a, **k
     ):
-        if _attention.get() is None:
+        call = _attention.get()
+        if call is None:
             return original(module, query, key, value, *a, **k)
+        if call.probs_bf16 and query.dtype != torch.float32:
+            out = flash_attention(module, query, key, value, call.entries, *a, **k)
+            return out.to(query.dtype).transpose(1, 2).contiguous(), None
         out, probs = original(module, query.float(), key.float(), value.float(), *a, **k)
         return out.to(query.dtype), probs
 
     return eager_attention_forward
+
+
+def flash_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    entries: int,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention block by block of 64 keys, as FlashMLA decodes: online softmax with BF16 weights.
+
+    Query [B, H, S, D]; key and value [B, 1, K, D], the last `entries` of them compressed; an additive mask. Returns
+    float32 [B, H, S, D].
+    """
+    q, k, v = query.float(), key.float(), value.float()
+    scores = torch.matmul(q, k.transpose(2, 3)) * (scaling * math.log2(math.e))
+    window = k.shape[2] - entries
+    seen = torch.ones_like(scores[:, :1], dtype=torch.bool)
+    if attention_mask is not None:
+        seen = (attention_mask[..., : k.shape[2]] == 0).expand_as(seen)
+    slots = torch.cumsum(seen[..., :window], -1) - 1
+    padded = (slots[..., -1:] + BLOCK) // BLOCK * BLOCK
+    slots = torch.cat([slots, padded + torch.cumsum(seen[..., window:], -1) - 1], -1)
+    slots = slots.masked_fill(~seen, -1)
+    top = torch.full_like(scores[..., :1], -1e30)
+    total, out = torch.zeros_like(top), torch.zeros_like(q)
+    for first in range(0, int(slots.max()) + 1, BLOCK):
+        inside = (slots >= first) & (slots < first + BLOCK)
+        block = scores.masked_fill(~inside, -math.inf)
+        higher = torch.maximum(top, block.amax(-1, keepdim=True))
+        weights, shrink = torch.exp2(block - higher), torch.exp2(top - higher)
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        out = out * shrink + torch.matmul(weights.bfloat16().float(), v)
+        top = higher
+    return out / (total + torch.exp2(module.sinks.float().view(-1, 1, 1) * math.log2(math.e) - top))
 
 
 def install_engine_numerics(model: hf.DeepseekV4ForCausalLM, dtype: torch.dtype, profile: RolloutProfile) -> None:
@@ -264,7 +323,7 @@ def install_engine_numerics(model: hf.DeepseekV4ForCausalLM, dtype: torch.dtype,
                 attach(module.ffn_hc, EngineMixer, _first=False)
         elif isinstance(module, hf.DeepseekV4Attention):
             module.sinks.data = module.sinks.data.float()
-            attach(module, EngineAttention, _fused=False)
+            attach(module, EngineAttention, _fused=False, _probs_bf16=profile.attention_probs_bf16)
             attach(module.q_b_norm, InFloat32)
         elif isinstance(module, hf.DeepseekV4RMSNorm):
             attach(module.float(), EngineNorm)

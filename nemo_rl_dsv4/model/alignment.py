@@ -94,7 +94,7 @@ def install_alignment(
         for module in modules.values():
             if isinstance(module, v4_layers.DeepseekV4RotaryEmbedding):
                 attach(module, Fp32Rope)
-    call = {name: True for name in ("query_norm_fp32", "attention_fp32") if on[name]}
+    call = {name: True for name in ("query_norm_fp32", "attention_fp32", "attention_probs_bf16") if on[name]}
     for module in modules.values():
         if isinstance(module, v4_layers.DeepseekV4Attention) and call:
             attach_attention_call(module, **call)
@@ -105,8 +105,9 @@ def install_alignment(
                 attach(owner.wgate, EngineWeight)
             if module.indexer is not None:
                 attach(module.indexer.weights_proj, CastsInput)
-    if on["attention_fp32"] and any(m.backend.attn == "tilelang" for m in _attentions(modules)):
-        found["attention_fp32"] = "on, as attn: tilelang computes by itself"
+    for name in ("attention_fp32", "attention_probs_bf16"):
+        if on[name] and any(m.backend.attn == "tilelang" for m in _attentions(modules)):
+            found[name] = "on, as attn: tilelang computes by itself"
     if on["hc_mix_fp32"] or on["hc_tf32"] or on["hc_norm_fp32"]:
         blocks = [m for m in modules.values() if isinstance(m, v4_model.DeepseekV4Block)]
         attach_streams(blocks, mix_fp32=on["hc_mix_fp32"], tf32=on["hc_tf32"], norm_fp32=on["hc_norm_fp32"])

@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from nemo_automodel.components.models.deepseek_v4 import cp as v4_cp
 from nemo_automodel.components.models.deepseek_v4 import layers as v4_layers
 from torch import nn
 
+from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.seam import Seam, attach, during, engine_dtype, wrap_function
 from nemo_rl_dsv4.numerics import QuantSpec, fake_quant
+from nemo_rl_dsv4.numerics.attention import attend_with_rounded_weights
 from nemo_rl_dsv4.numerics.rotary import inverse_rope_fake_quant
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -29,12 +32,14 @@ class _Call:
         tables: the (cos, sin) pairs that the module was given.
         dtype: of the activations.
         seam: the attention module, for its settings.
+        tokens: of the whole sequence, all context-parallel ranks together; keys behind them are compressed entries.
         undone: the pair whose inverse rotation wo_a still has to make, once it is known.
     """
 
     tables: list[Tables]
     dtype: torch.dtype
     seam: AttentionCall
+    tokens: int
     undone: Tables | None = None
 
     def forward_pair(self, cos: torch.Tensor, sin: torch.Tensor) -> Tables | None:
@@ -55,13 +60,16 @@ class AttentionCall(Seam):
     _o_proj_fused: bool = False
     _query_norm_fp32: bool = False
     _attention_fp32: bool = False
+    _attention_probs_bf16: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """AutoModel's attention; arguments as it has them."""
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         given = [kwargs.get("position_embeddings"), kwargs.get("position_embeddings_compress"), *args[1:2], *args[3:4]]
         tables = [pair for pair in given if pair is not None]
-        with during(_call, _Call(tables, hidden.dtype, self)):
+        group = kwargs.get("_dsv4_cp_group") or getattr(self, "_cp_group", None)
+        tokens = hidden.shape[1] * v4_cp.dsv4_cp_size(group)
+        with during(_call, _Call(tables, hidden.dtype, self, tokens)):
             return super().forward(*args, **kwargs)
 
 
@@ -149,12 +157,52 @@ def _query_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
         call = _call.get()
-        if call is None or not call.seam._attention_fp32 or query.dtype == torch.float32:
+        if call is None or query.dtype == torch.float32:
+            return original(module, query, key, value, *args, **kwargs)
+        if call.seam._attention_probs_bf16:
+            return _attend_rounded(module, query, key, value, call, *args, **kwargs), None
+        if not call.seam._attention_fp32:
             return original(module, query, key, value, *args, **kwargs)
         out, probs = original(module, query.float(), key.float(), value.float(), *args, **kwargs)
         return out.to(query.dtype), probs
 
     return attention
+
+
+def _attend_rounded(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: _Call,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """[B, H, S, D] queries, [B, 1, K, D] keys and values and an additive mask to [B, S, H, D] in the queries' dtype."""
+    if dropout:
+        raise UserError(
+            f"attention_dropout is {dropout}; policy.dsv4.alignment.attention_probs_bf16 wants 0, since an engine "
+            "drops nothing: set policy.hf_config_overrides.attention_dropout=0, or the switch to false"
+        )
+    wide = call.seam._attention_fp32
+    q, k = (query.float(), key.float()) if wide else (query, key)
+    scores = torch.matmul(q, k.transpose(2, 3)).float()
+    visible = torch.ones(1, 1, *scores.shape[2:], dtype=torch.bool, device=query.device)
+    if attention_mask is not None:
+        mask = attention_mask[..., : scores.shape[-1]]
+        visible = mask > torch.finfo(mask.dtype).min / 2
+    out = attend_with_rounded_weights(
+        scores,
+        value,
+        visible,
+        module.sinks_param(query),
+        scaling=scaling,
+        window=call.tokens,
+        largest_window=module.sliding_window,
+    )
+    return out.to(query.dtype).transpose(1, 2).contiguous()
 
 
 def _score(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 _V4 = "vLLM 0.26.0 vllm/models/deepseek_v4"
 _MHC = "vLLM 0.26.0 vllm/model_executor/kernels/mhc"
+_FLASHMLA = "FlashMLA 9241ae3 csrc/sm90/decode/sparse_fp8"
 _MOE = "vLLM 0.26.0 vllm/model_executor/layers/fused_moe"
 
 
@@ -47,8 +48,14 @@ DIFFERENCES = (
     Difference(
         "attention_fp32",
         "attention logits and softmax in float32",
-        "attn: sdpa rounds logits to BF16 before the softmax and the weights after it; attn: tilelang does not",
-        "FlashMLA sparse prefill and decode, function not verified",
+        "attn: sdpa rounds logits to BF16 before the softmax; attn: tilelang does not",
+        f"{_FLASHMLA} splitkv_mla.cuh scale_softmax; sm90/prefill/sparse/phase1.cuh online_softmax_and_rescale_o",
+    ),
+    Difference(
+        "attention_probs_bf16",
+        "attention weights are rounded to BF16 relative to the running maximum of blocks of 64 keys, summed unrounded",
+        "attn: sdpa rounds normalized weights to BF16 (with attention_fp32 nothing); attn: tilelang does as the engine",
+        f"{_FLASHMLA} splitkv_mla.cuh scale_softmax; sm90/prefill/sparse/phase1.cuh online_softmax_and_rescale_o",
     ),
     Difference(
         "compressor_fp32",

@@ -70,6 +70,7 @@ class RolloutProfile:
     rope_fp32: bool = True
     query_norm_fp32: bool = True
     attention_fp32: bool = True
+    attention_probs_bf16: bool = False
     compressor_fp32: bool = True
     hc_mix_fp32: bool = True
     hc_tf32: bool = False
@@ -277,6 +278,7 @@ PROFILES: dict[str, RolloutProfile] = {
             _vllm_cuda(_GROUP, "per_token_group_quant_fp8", "_silu_mul_per_token_group_quant_fp8_colmajor"),
             hidden_bf16_steps=("clamp", "silu", "product"),
             yarn_on_window_layers=True,
+            attention_probs_bf16=True,
             hc_tf32=True,
             hc_norm_fp32=True,
         ),

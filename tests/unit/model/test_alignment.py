@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.generation.engine_numerics import flash_attention
 from nemo_rl_dsv4.generation.reference import ReferenceEngine
+from nemo_rl_dsv4.model import seams_attention
 from nemo_rl_dsv4.model.alignment import install_alignment, resolve_alignment
 from nemo_rl_dsv4.model.build import CPU_BACKEND, build_model, materialize
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
@@ -43,7 +47,7 @@ def plain(config_once, training_once):
 def test_switches_that_move_bf16_casts_change_no_bit_of_a_float32_model(config_once, training_once, plain):
     model = make_model(config_once, training_once, torch.float32)
     found = install_alignment(model, HOPPER, {row.switch: not row.float32 for row in DIFFERENCES})
-    assert sum(text.startswith("on") for text in found.values()) == 11
+    assert sum(text.startswith("on") for text in found.values()) == 12
     assert torch.equal(logits(model), plain[torch.float32])
 
 
@@ -94,6 +98,33 @@ def test_an_aligned_bf16_trainer_is_nearer_to_the_bf16_rollout(config_once, trai
         found = torch.log_softmax(logits(model)[:, :-1].float(), -1).gather(-1, IDS[:, 1:, None]).squeeze(-1)
         distance[name] = float((found - rollout).abs().mean())
     assert distance["aligned"] * 4 < distance["rounded"], distance
+
+
+@pytest.mark.parametrize("length", [24, 200])
+def test_attention_weights_are_those_of_the_engines_blocks(length):
+    """AutoModel's dense attention against the CPU engine's walk over blocks: window, compressed entries, sinks."""
+    generator = torch.Generator().manual_seed(length)
+    entries, heads, width, window = length // 4, 4, 64, 128
+    query = torch.randn(2, heads, length, width, generator=generator).bfloat16()
+    keys = (2 * torch.randn(2, 1, length + entries, width, generator=generator)).bfloat16()
+    at = torch.arange(length)
+    seen = (at[:, None] >= at) & (at[:, None] - at < window)
+    seen = torch.cat([seen, torch.arange(entries) < ((at + 1) // 4)[:, None]], -1).expand(2, 1, -1, -1)
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    sinks = torch.randn(heads, generator=generator)
+    module = SimpleNamespace(sinks=sinks, sinks_param=lambda _: sinks, sliding_window=window)
+    seam = SimpleNamespace(_attention_fp32=True)
+    call = seams_attention._Call([], torch.bfloat16, seam, length)
+    trained = seams_attention._attend_rounded(module, query, keys, keys, call, mask, scaling=width**-0.5)
+    rolled = flash_attention(module, query, keys, keys, entries, mask, scaling=width**-0.5)
+    rolled = rolled.bfloat16().transpose(1, 2)
+    assert (trained != rolled).float().mean() < 2e-3
+    probs = (query.float() @ keys.float().transpose(2, 3) * width**-0.5).masked_fill(~seen, -torch.inf)
+    probs = torch.cat([probs, sinks.view(1, -1, 1, 1).expand(2, -1, length, 1)], -1).softmax(-1)[..., :-1]
+    unrounded = (probs @ keys.float()).bfloat16().transpose(1, 2)
+    assert (unrounded != rolled).float().mean() > 0.1
+    with pytest.raises(UserError, match="attention_dropout is 0.1; .* wants 0"):
+        seams_attention._attend_rounded(module, query, keys, keys, call, mask, scaling=1.0, dropout=0.1)
 
 
 def test_gradients_reach_every_parameter_and_float32_weights_unrounded(config_once, training_once):
