@@ -158,10 +158,10 @@ def start_parts(
     checkpoint = resolve_checkpoint(config, tokenizer, train_set, group, console)
     check_vocabulary(config, tokenizer, checkpoint)
     check_same_model(checkpoint, hosts)
+    spec = (reference_spec if config.policy.generation.backend == "reference" else vllm_spec)(config, checkpoint)
     rounding = build_policy(config, checkpoint, group, console)
     with progress(console, "loading the rollout engine"):
-        spec = reference_spec if config.policy.generation.backend == "reference" else vllm_spec
-        generation.build(spec(config, checkpoint))
+        generation.build(spec)
     console.print(f"training rounds: {rounding}", highlight=False, soft_wrap=True)
     return Parts(config, group, generation)
 

@@ -39,7 +39,7 @@ class VllmCfg(Section):
     """Numbers of the rollout's weights and matrix products."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_ds_mla"] = "auto"
     """Numbers of the KV cache; DeepSeek-V4 on GPUs uses `fp8_ds_mla`."""
-    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "raw_logprobs"
     """Whether logprobs are taken after or before temperature and the like."""
     tensor_parallel_size: Positive = 1
     """Tensor parallel ranks of one engine."""

@@ -94,7 +94,11 @@ def _scales(config: MasterConfig) -> Iterator[Contradiction]:
 
 
 def _experts(config: MasterConfig) -> Iterator[Contradiction]:
-    """An FP8 refit needs engines that were built with FP8 experts: vLLM keeps the layout it starts with."""
+    """An FP8 refit needs engines that were built with FP8 experts: vLLM keeps the layout it starts with.
+
+    The trainer must read a release as FP8 as well. That the engines' folder holds FP8 experts is checked once it is
+    there (`check_served_model`).
+    """
     policy = config.policy
     name = _profile(config)
     if policy.generation.vllm_cfg.precision != "fp8" or (name is not None and not FACTS[name].quantized):

@@ -75,6 +75,13 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
         f"policy.dsv4.refit.transport is folder with cluster.num_nodes = {config.cluster.num_nodes}, but "
         "policy.dsv4.refit.folder is null, which is memory of one host; name a folder that all nodes share",
     )
+    plain = generation.temperature == 1.0 and generation.top_p == 1.0 and generation.top_k is None
+    require(
+        plain or generation.vllm_cfg.logprobs_mode == "raw_logprobs",
+        f"policy.generation.vllm_cfg.logprobs_mode is {generation.vllm_cfg.logprobs_mode}, but the trainer's "
+        f"log-probabilities are those of raw logits, and policy.generation has temperature {generation.temperature}, "
+        f"top_p {generation.top_p}, top_k {generation.top_k}; set logprobs_mode to raw_logprobs",
+    )
     implied = PROFILE_OF_GPU.get(dsv4.gpu or "")
     require(
         implied is None or dsv4.rollout_profile in ("auto", "bf16", implied, implied + BF16_WEIGHTS),

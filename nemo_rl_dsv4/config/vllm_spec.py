@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.generation.served_model import check_served_model
 from nemo_rl_dsv4.generation.vllm_settings import VllmSpec
 
 
@@ -14,7 +15,13 @@ def vllm_spec(config: MasterConfig, checkpoint: Path) -> VllmSpec:
     Args:
         config: a recipe; its rollout profile is resolved where an engine is started with the result.
         checkpoint: folder with the weights it starts with.
+
+    Raises:
+        UserError: see `check_served_model`, where the folder is there.
     """
+    if (checkpoint / "config.json").is_file():
+        quantized = config.policy.generation.vllm_cfg.precision == "fp8"
+        check_served_model(checkpoint, config.policy.hf_config_overrides, quantized=quantized)
     generation, engine = config.policy.generation, config.policy.generation.vllm_cfg
     own = dict(generation.vllm_kwargs)
     return VllmSpec(
@@ -39,6 +46,7 @@ def vllm_spec(config: MasterConfig, checkpoint: Path) -> VllmSpec:
         refit_on_finding=config.policy.dsv4.refit.on_finding,
         refit_direct=config.policy.dsv4.refit.direct,
         seed=config.grpo.seed,
+        window_yarn=config.policy.dsv4.alignment.yarn_on_window_layers,
         environment=engine.env_vars,
         engine_arguments=own,
     )

@@ -19,6 +19,7 @@ import torch
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.completion import Completion
 from nemo_rl_dsv4.generation.sampling import SamplingParams
+from nemo_rl_dsv4.generation.served_model import check_window_yarn
 from nemo_rl_dsv4.generation.vllm_settings import (
     MAKE_VLLM,
     VllmSpec,
@@ -88,14 +89,17 @@ class VllmEngine:
     def __init__(self, spec: VllmSpec) -> None:
         self.spec, self.profile = spec, get_profile(spec.profile)
         arguments = engine_arguments(spec, self.profile)
-        config = Path(spec.model) / "config.json"
-        if "rocm" not in spec.profile and config.is_file():
-            check_hidden_size(read_config(config.parent, {})["hidden_size"], f"hidden_size of {config}")
+        path = Path(spec.model) / "config.json"
+        served = read_config(path.parent, {}) if path.is_file() else {}
+        if "rocm" not in spec.profile and served:
+            check_hidden_size(served["hidden_size"], f"hidden_size of {path}")
         # Read by vLLM when it is imported, and inherited by its worker processes.
         os.environ.update(engine_environment(self.profile, spec.environment))
         # The engine's loop runs in this process; several tensor-parallel workers are its children.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self.version = require_vllm()
+        own = spec.window_yarn
+        check_window_yarn(self.version, self.profile.yarn_on_window_layers if own is None else own, served)
         _require_known(spec.engine_arguments)
         self.llm = _vllm().LLM(**arguments)
         self._refit_prepared = False

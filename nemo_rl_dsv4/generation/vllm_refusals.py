@@ -21,8 +21,23 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "moe_backend": (None, "auto"),
     "linear_backend": (None, "auto"),
     "model_impl": (None, "auto", "vllm"),
+    "use_fp4_indexer_cache": (None, False),
 }
 """Argument that decides how the engine computes -> values that leave it as it is."""
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hf_overrides": ((None, {}), "the trainer would be another model: change config.json of the model's folder"),
+    "speculative_config": ((None,), "a drafter is never refitted"),
+    "enable_eplb": ((None, False), "experts would move away from where refits put them"),
+    "enable_lora": ((None, False), "an adapter is never refitted"),
+    "calculate_kv_scales": ((None, False), "the cache would have other scales than the trainer rounds by"),
+    "override_generation_config": ((None, {}), "sampling parameters are those of policy.generation"),
+    "logits_processors": ((None, []), "tokens would be drawn from other logits than the trainer's"),
+    "distributed_executor_backend": ((None, "mp", "uni"), "engines are placed by policy.generation and cluster"),
+}
+"""Argument -> values that ask for nothing, and why others are refused."""
+PARALLEL_PREFIX = "data_parallel_"
+DATA_PARALLEL = {"VLLM_DP_SIZE": ("", "1"), "VLLM_DP_RANK": ("", "0"), "VLLM_DP_RANK_LOCAL": ("", "0", "-1")}
+"""Variable that vLLM takes for an argument of that name -> values of an engine without data parallelism."""
 OFF = ("", "0", "false", "none")
 """Values of a variable that ask for nothing."""
 UNUSABLE_VARIABLES = {
@@ -54,10 +69,15 @@ def check_arguments(own: Mapping[str, Any]) -> None:
             )
         if key == "load_format" and value == "dummy":
             raise UserError(f"{ARGUMENTS}.load_format is 'dummy', which rolls out with random weights; drop it")
+        if key.startswith(PARALLEL_PREFIX) and value not in (None, 0, 1 if "size" in key else 0):
+            raise UserError(f"{ARGUMENTS}.{key} is {value!r}; every engine is one data-parallel rank: drop it")
+        harmless, reason = REFUSED.get(key, ((value,), ""))
+        if value not in harmless:
+            raise UserError(f"{ARGUMENTS}.{key} is {value!r}; {reason}: drop it here")
         _check_numeric(key, f"{ARGUMENTS}.{key}", value)
     for group, inner in (
-        ("hf_overrides", ("quantization_config", "expert_dtype")),
         ("kernel_config", ("moe_backend", "linear_backend")),
+        ("attention_config", ("use_fp4_indexer_cache",)),
     ):
         nested = own.get(group)
         if not isinstance(nested, Mapping):
@@ -80,10 +100,10 @@ def _refuse_numeric(where: str, value: Any) -> None:
 
 
 def check_variables(own: Mapping[str, str], facts: RolloutFacts) -> None:
-    """The recipe's own environment variables leave the kernels to the profile.
+    """The recipe's own environment variables, or those of an engine's process, leave the kernels to the profile.
 
     Args:
-        own: `policy.generation.vllm_cfg.env_vars`.
+        own: `policy.generation.vllm_cfg.env_vars`, or what the process has.
         facts: of the rollout profile.
 
     Raises:
@@ -92,6 +112,10 @@ def check_variables(own: Mapping[str, str], facts: RolloutFacts) -> None:
     reasons = UNUSABLE_VARIABLES | (FP8_VARIABLES if facts.quantized else {})
     for name, value in own.items():
         is_off = value.strip().lower() in OFF
+        if name in DATA_PARALLEL and value.strip() not in DATA_PARALLEL[name]:
+            raise UserError(
+                f"{VARIABLES}.{name} is {value!r}; every engine is one data-parallel rank: drop the variable"
+            )
         if name in reasons and not is_off:
             raise UserError(
                 f"{VARIABLES}.{name} is {value!r}, but policy.dsv4.rollout_profile is {facts.name}: {reasons[name]}; "

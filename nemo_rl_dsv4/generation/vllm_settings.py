@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.rollout_facts import Named, facts_of
-from nemo_rl_dsv4.generation.vllm_refusals import check_arguments, check_variables
+from nemo_rl_dsv4.generation.vllm_refusals import VARIABLES, check_arguments, check_variables
 
 KV_BLOCK_SIZE = 256
 """Tokens of a KV cache block that DeepSeek-V4's cache layouts need."""
@@ -58,6 +58,7 @@ class VllmSpec:
         refit_direct: write weights into the kernels' memory where that was shown to be right (`refit.direct`).
         sleep_mode: the engine can give its memory back between rollouts.
         seed: of the engine.
+        window_yarn: the trainer applies YaRN on ratio-0 layers; None: as the profile says.
         environment: the recipe's own variables; they may not contradict the profile.
         engine_arguments: the recipe's own arguments (`vllm_kwargs`), likewise.
     """
@@ -85,6 +86,7 @@ class VllmSpec:
     refit_direct: bool = False
     sleep_mode: bool = False
     seed: int = 0
+    window_yarn: bool | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -125,7 +127,7 @@ def engine_environment(profile: Named, own: Mapping[str, str]) -> dict[str, str]
                 f"needs {wanted!r}: with the other value the engine rounds activations by another rule than the "
                 "trainer; drop the variable or change policy.dsv4.rollout_profile"
             )
-    housekeeping = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
+    housekeeping = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "0", "VLLM_DP_SIZE": "1"}
     return {**housekeeping, **own, **numeric}
 
 
@@ -277,6 +279,10 @@ def engine_findings(reported: Mapping[str, Any], profile: Named) -> list[str]:
         found = reported["environment"].get(name)
         if name.startswith(("VLLM_USE", "VLLM_BLOCKSCALE")) and (found is None or _flag(found) != _flag(wanted)):
             findings.append(f"the engine's process has {name}={found!r}; profile {profile.name} needs {wanted!r}")
+    try:
+        check_variables(reported["environment"], facts_of(profile))
+    except UserError as error:  # inherited from where the cluster was started
+        findings.append(str(error).replace(VARIABLES, "the engine's process has"))
     if facts_of(profile).fp8_kv and reported["kv_cache_dtype"] not in KV_DTYPES_FP8:
         findings.append(f"the engine's KV cache is {reported['kv_cache_dtype']}; profile {profile.name} has FP8")
     if facts_of(profile).quantized:

@@ -237,7 +237,7 @@ REFUSED = {
     "random weights": ([*GPU, "+policy.generation.vllm_kwargs.load_format=dummy"], "load_format is 'dummy', which"),
     "nested quantization": (
         [*GPU, "+policy.generation.vllm_kwargs.hf_overrides={quantization_config:{quant_method:fp8}}"],
-        "vllm_kwargs.hf_overrides.quantization_config is .*; how the engine computes follows",
+        "vllm_kwargs.hf_overrides is .*quantization_config.*; the trainer would be another model",
     ),
     "nested expert products": (
         [*GPU, "+policy.generation.vllm_kwargs.kernel_config={moe_backend:triton}"],

@@ -105,3 +105,46 @@ def test_a_width_that_vllm_leaves_partly_unwritten_is_refused(recipe, hidden_siz
         validate(recipe([*GPU, f"policy.dsv4.tiny.hidden_size={hidden_size}"]), runs_here=False)
     for fits in (2048, 4096, 7168):
         validate(recipe([*GPU, f"policy.dsv4.tiny.hidden_size={fits}"]), runs_here=False)
+
+
+OWN = "+policy.generation.vllm_kwargs."
+VARIABLE = "+policy.generation.vllm_cfg.env_vars."
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (OWN + "hf_overrides={swiglu_limit:5.0}", "hf_overrides is .*; the trainer would be another model"),
+        (OWN + "speculative_config={method:mtp,num_speculative_tokens:1}", "a drafter is never refitted"),
+        (OWN + "enable_eplb=true", "enable_eplb is True; experts would move"),
+        (OWN + "enable_lora=true", "enable_lora is True; an adapter"),
+        (OWN + "calculate_kv_scales=true", "calculate_kv_scales is True; the cache"),
+        (OWN + "override_generation_config={temperature:0.3}", "sampling parameters are those of policy.generation"),
+        (OWN + "logits_processors=[a.b]", "logits_processors is .*; tokens would be drawn"),
+        (OWN + "distributed_executor_backend=ray", "distributed_executor_backend is 'ray'; engines are placed"),
+        (OWN + "attention_config={use_fp4_indexer_cache:true}", "attention_config.use_fp4_indexer_cache is True"),
+        (OWN + "data_parallel_rank=1", "data_parallel_rank is 1; every engine is one data-parallel rank"),
+        (VARIABLE + "VLLM_DP_SIZE='2'", "VLLM_DP_SIZE is '2'; every engine is one data-parallel rank"),
+        (VARIABLE + "VLLM_DP_RANK='3'", "VLLM_DP_RANK is '3'"),
+    ],
+)
+def test_what_would_make_another_rollout_behind_the_recipe_is_refused(recipe, override, message):
+    """Cases C031, C040, C076, C089, C092 by other ways than those of the cases."""
+    with pytest.raises(UserError, match=message):
+        validate(recipe([*GPU, override]), runs_here=False)
+
+
+@pytest.mark.parametrize("override", ["speculative_config=null", "enable_eplb=false", "hf_overrides={}"])
+def test_arguments_that_ask_for_nothing_pass(recipe, override):
+    validate(recipe([*GPU, OWN + override]), runs_here=False)
+
+
+PROCESSED = "policy.generation.vllm_cfg.logprobs_mode=processed_logprobs"
+
+
+@pytest.mark.parametrize("key", ["temperature=0.5", "top_p=0.9", "top_k=20"])
+def test_processed_logprobs_are_those_of_raw_logits_or_refused(recipe, key):
+    """Case C092: the trainer's log-probabilities know of no temperature."""
+    with pytest.raises(UserError, match="logprobs_mode is processed_logprobs, but the trainer's .* set logprobs_mode"):
+        validate(recipe([*GPU, PROCESSED, f"policy.generation.{key}"]), runs_here=False)
+    validate(recipe([*GPU, PROCESSED]), runs_here=False)

@@ -84,6 +84,10 @@ def test_findings_of_a_running_engine() -> None:
     assert (
         "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=None" in engine_findings({**reported, "environment": without}, HOPPER)[0]
     )
+    for name, value in (("VLLM_TEST_FORCE_FP8_MARLIN", "1"), ("VLLM_DP_SIZE", "2"), ("VLLM_MOE_USE_DEEP_GEMM", "0")):
+        inherited = {**reported["environment"], name: value}
+        (finding,) = engine_findings({**reported, "environment": inherited}, HOPPER)
+        assert finding.startswith(f"the engine's process has.{name} is '{value}'")
     assert "KV cache is auto" in engine_findings({**reported, "kv_cache_dtype": "auto"}, HOPPER)[0]
 
 
