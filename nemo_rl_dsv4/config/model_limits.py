@@ -29,6 +29,12 @@ class ModelLimits:
     num_attention_heads: int | None = None
     head_dim: int | None = None
     hidden_size: int | None = None
+    qk_rope_head_dim: int | None = None
+    index_head_dim: int | None = None
+    q_lora_rank: int | None = None
+    o_lora_rank: int | None = None
+    o_groups: int | None = None
+    moe_intermediate_size: int | None = None
 
 
 def model_limits(config: MasterConfig) -> ModelLimits:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.config.model_limits import model_limits
-from nemo_rl_dsv4.config.rules import require
+from nemo_rl_dsv4.config.rules import require, require_divides
 from nemo_rl_dsv4.config.runtime_choice import Runtime
 from nemo_rl_dsv4.config.vllm_spec import vllm_spec
 from nemo_rl_dsv4.generation.rollout_facts import ANY_GPU, BF16_WEIGHTS, FACTS, PROFILE_OF_GPU, RolloutFacts
 from nemo_rl_dsv4.generation.vllm_refusals import check_variables
-from nemo_rl_dsv4.generation.vllm_settings import check_hidden_size, engine_arguments, engine_environment
+from nemo_rl_dsv4.generation.vllm_settings import (
+    check_hidden_size,
+    check_kernel_shapes,
+    engine_arguments,
+    engine_environment,
+)
 
 BACKEND_CLASS = "nemo_automodel.components.models.common.utils.BackendConfig"
 """The one class that `automodel_kwargs.backend._target_` may name."""
@@ -102,9 +107,17 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
         check_variables(generation.vllm_cfg.env_vars, facts)
     else:
         engine_environment(facts, generation.vllm_cfg.env_vars)
-    hidden_size = model_limits(config).hidden_size
-    if hidden_size is not None and not (dsv4.gpu or "").startswith("mi") and "rocm" not in dsv4.rollout_profile:
-        check_hidden_size(hidden_size, "hidden_size of policy.model_name")
+    limits, workers = model_limits(config), generation.vllm_cfg.tensor_parallel_size
+    for name in ("num_attention_heads", "o_groups"):
+        size = getattr(limits, name)
+        if size is not None:
+            key = "policy.generation.vllm_cfg.tensor_parallel_size"
+            require_divides(workers, key, size, f"the model's {name}", "choose a divisor of it")
+    if not (dsv4.gpu or "").startswith("mi") and "rocm" not in dsv4.rollout_profile:
+        if limits.hidden_size is not None:
+            check_hidden_size(limits.hidden_size, "hidden_size of policy.model_name")
+        if generation.vllm_cfg.precision == "fp8":
+            check_kernel_shapes(asdict(limits), "policy.model_name")
 
 
 def _facts(config: MasterConfig) -> RolloutFacts:

@@ -86,16 +86,17 @@ class EngineGroup:
         """
         kept_as_it_is = isinstance(weights, ray.ObjectRef) or hasattr(weights, "deliver")
         self._weights = weights if kept_as_it_is else ray.put(weights)
-        reports = self._load(self.actors)
-        for note in dict.fromkeys(note for report in reports for note in report.get("notes", ())):
-            log.warning("refit: %s", note)
-        return refit_metrics(reports)
+        return refit_metrics(self._load(self.actors))
 
     def _load(self, actors: list[Any]) -> list[dict[str, Any]]:
-        """Give engines the weights of the last update."""
+        """Give engines the weights of the last update; say what their reports note."""
         if hasattr(self._weights, "deliver"):
-            return self._weights.deliver(actors)
-        return get([actor.update_weights.remote(self._weights) for actor in actors])
+            reports = self._weights.deliver(actors)
+        else:
+            reports = get([actor.update_weights.remote(self._weights) for actor in actors])
+        for note in dict.fromkeys(note for report in reports for note in report.get("notes", ())):
+            log.warning("refit: %s", note)
+        return reports
 
     def _revive(self, dead: Any, error: Exception) -> Any:
         """Start an engine in the place of a dead one, at the same policy version."""

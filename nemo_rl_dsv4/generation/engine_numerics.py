@@ -21,7 +21,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 
 from nemo_rl_dsv4.model.seam import Seam, attach, during, wrap_function
 from nemo_rl_dsv4.numerics import QuantSpec, fake_quant
-from nemo_rl_dsv4.numerics.attention import BLOCK
+from nemo_rl_dsv4.numerics.attention import BLOCK, LARGEST_POWER
 from nemo_rl_dsv4.numerics.hyper_connections import tf32_values
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
 from nemo_rl_dsv4.numerics.rotary import inverse_rope_fake_quant
@@ -295,7 +295,8 @@ def flash_attention(
         total = total * shrink + weights.sum(-1, keepdim=True)
         out = out * shrink + torch.matmul(weights.bfloat16().float(), v)
         top = higher
-    return out / (total + torch.exp2(module.sinks.float().view(-1, 1, 1) * math.log2(math.e) - top))
+    sink = torch.exp2((module.sinks.float().view(-1, 1, 1) * math.log2(math.e) - top).clamp(max=LARGEST_POWER))
+    return out / (total + sink).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def install_engine_numerics(model: hf.DeepseekV4ForCausalLM, dtype: torch.dtype, profile: RolloutProfile) -> None:

@@ -27,6 +27,12 @@ VLLM_PYTHON = ".venv-vllm/bin/python"
 MAKE_VLLM = "UV_PROJECT_ENVIRONMENT=.venv-vllm uv sync --no-default-groups --extra vllm"
 """The command that makes it."""
 
+KERNEL_SIZES = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+"""Key of config.json -> the one size that vLLM's FlashMLA and indexer kernels are built for."""
+
+KERNEL_MULTIPLES = ("q_lora_rank", "o_lora_rank", "moe_intermediate_size")
+"""Keys of config.json that are sides of FP8 blocks."""
+
 KV_DTYPES_FP8 = ("fp8", "fp8_e4m3", "fp8_ds_mla")
 
 
@@ -152,6 +158,26 @@ def check_hidden_size(hidden_size: int, where: str) -> None:
             f"{where} is {hidden_size}; vLLM's hyper-connection kernel needs a multiple of {parts * 256} there, or it "
             "leaves memory unwritten whenever fewer than 8 sequences decode"
         )
+
+
+def check_kernel_shapes(sizes: Mapping[str, int | None], where: str) -> None:
+    """Refuse sizes that vLLM's Hopper kernels do not take (seen with 0.26.0), before a model is made.
+
+    Args:
+        sizes: by their names in config.json; None is not known yet.
+        where: what says so, for the message.
+
+    Raises:
+        UserError: the key, its value and what is wanted.
+    """
+    for key, wanted in KERNEL_SIZES.items():
+        found = sizes.get(key)
+        if found is not None and found != wanted:
+            raise UserError(f"{key} of {where} is {found}; vLLM's attention kernels take {wanted} only")
+    for key in KERNEL_MULTIPLES:
+        found = sizes.get(key)
+        if found is not None and found % 128:
+            raise UserError(f"{key} of {where} is {found}; vLLM's FP8 kernels take multiples of 128 only")
 
 
 def _flag(value: str) -> bool:

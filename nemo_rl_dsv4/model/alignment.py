@@ -106,8 +106,8 @@ def install_alignment(
             if module.indexer is not None:
                 attach(module.indexer.weights_proj, CastsInput)
     for name in ("attention_fp32", "attention_probs_bf16"):
-        if on[name] and any(m.backend.attn == "tilelang" for m in _attentions(modules)):
-            found[name] = "on, as attn: tilelang computes by itself"
+        if any(m.backend.attn == "tilelang" for m in _attentions(modules)):
+            found[name] = f"{found[name]}, {'as' if on[name] else 'but'} attn: tilelang computes so by itself"
     if on["hc_mix_fp32"] or on["hc_tf32"] or on["hc_norm_fp32"]:
         blocks = [m for m in modules.values() if isinstance(m, v4_model.DeepseekV4Block)]
         attach_streams(blocks, mix_fp32=on["hc_mix_fp32"], tf32=on["hc_tf32"], norm_fp32=on["hc_norm_fp32"])

@@ -162,6 +162,8 @@ def config_problems(config: Mapping[str, Any], *, for_training: bool = True) -> 
         )
     if usable("head_dim", "qk_rope_head_dim"):
         found += _rope_dim_problems(config["head_dim"], config["qk_rope_head_dim"])
+    if config.get("attention_dropout") not in (None, 0):
+        found.append(f"attention_dropout is {config['attention_dropout']!r}; wanted 0, since an engine drops nothing")
     if config.get("tie_word_embeddings"):
         found.append("tie_word_embeddings is true; DeepSeek-V4 has its own head, set it to false")
     predicted = config.get("num_nextn_predict_layers", 0)

@@ -189,10 +189,12 @@ def _attend_rounded(
     wide = call.seam._attention_fp32
     q, k = (query.float(), key.float()) if wide else (query, key)
     scores = torch.matmul(q, k.transpose(2, 3)).float()
-    visible = torch.ones(1, 1, *scores.shape[2:], dtype=torch.bool, device=query.device)
-    if attention_mask is not None:
-        mask = attention_mask[..., : scores.shape[-1]]
-        visible = mask > torch.finfo(mask.dtype).min / 2
+    largest_window = module.sliding_window
+    if attention_mask is None:
+        visible = torch.ones(1, 1, *scores.shape[2:], dtype=torch.bool, device=query.device)
+        largest_window = call.tokens
+    else:
+        visible = attention_mask[..., : scores.shape[-1]] == 0  # additive: everything else is far below any score
     out = attend_with_rounded_weights(
         scores,
         value,
@@ -200,7 +202,7 @@ def _attend_rounded(
         module.sinks_param(query),
         scaling=scaling,
         window=call.tokens,
-        largest_window=module.sliding_window,
+        largest_window=largest_window,
     )
     return out.to(query.dtype).transpose(1, 2).contiguous()
 

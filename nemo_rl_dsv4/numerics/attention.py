@@ -21,6 +21,9 @@ import torch
 BLOCK = 64
 """Keys of a block (B_TOPK)."""
 
+LARGEST_POWER = 120.0
+"""A sink so far above all scores leaves nothing of the output; the power itself would overflow, its gradient be NaN."""
+
 
 def blocks_of_keys(visible: torch.Tensor, window: int, largest_window: int) -> tuple[torch.Tensor, int]:
     """Number the blocks of each query's keys.
@@ -77,5 +80,6 @@ def attend_with_rounded_weights(
         shrink = torch.exp2(own - end)
     weights = torch.exp2(torch.add(-own, scores, alpha=scale).masked_fill(~visible, -math.inf))
     rounded = weights + (weights.to(torch.bfloat16).float() - weights).detach()
-    total = (weights * shrink).sum(-1, keepdim=True) + torch.exp2(sinks.float().view(1, -1, 1, 1) * log2e - end)
+    sink = torch.exp2((sinks.float().view(1, -1, 1, 1) * log2e - end).clamp(max=LARGEST_POWER))
+    total = ((weights * shrink).sum(-1, keepdim=True) + sink).clamp(min=torch.finfo(torch.float32).tiny)
     return torch.matmul(rounded * shrink, values.float()) * (1.0 / total)

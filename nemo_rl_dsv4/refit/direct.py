@@ -10,11 +10,14 @@ is so is not assumed but observed. After each of two refits through the loaders
 - whatever of a parameter was not sent (a tile's padding) holds what it held the time before;
 - while the loaders ran, no tensor beside the parameters changed but those that `refresh_derived` computes.
 
-From the third refit on tensors are copied to these places. What speaks against it is said once, and the loaders go on.
+From the third refit on tensors are copied to these places. That nothing follows from a weight has been seen only for
+weights that changed while the loaders ran: a refit in which another one changes for the first time goes through them
+once more. What speaks against direct writes is said once, and the loaders go on.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -25,6 +28,9 @@ from nemo_rl_dsv4.refit.checksum import bytes_checksum
 from nemo_rl_dsv4.refit.references import live_tensors, reachable_tensors
 from nemo_rl_dsv4.refit.staging import StagedWeights
 from nemo_rl_dsv4.refit.vllm_layout import Memory, dequantize_blocks
+
+_KV_CACHE = re.compile(r"(^|\.)kv_cache(\[[^.]*)?$")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 OBSERVED = 2
 """Refits through the loaders before the first direct one."""
@@ -57,6 +63,9 @@ class DirectWrites:
         self._engine = engine
         self._observed = 0
         self._places: dict[str, Memory] = {}
+        self._sent: dict[str, int] = {}
+        self._before: dict[str, int] = {}
+        self._seen: set[str] = set()
         self._others: dict[str, int] = {}
         self._unsent: dict[str, int] = {}
         self.reason: str | None = None
@@ -65,8 +74,12 @@ class DirectWrites:
 
     @property
     def ready(self) -> bool:
-        """Whether `write` may be called."""
+        """Whether enough was observed for refits to go direct."""
         return self.reason is None and self._observed >= OBSERVED
+
+    def may_write(self, staged: StagedWeights) -> bool:
+        """Whether `write` may be called: all weights that change have changed before while the loaders ran."""
+        return self.ready and bool(self._sent) and _changed(self._sent, staged.checksums) <= self._seen
 
     def stop(self, reason: str) -> None:
         """Leave refits to the engine's loaders for good."""
@@ -80,8 +93,9 @@ class DirectWrites:
         return notes
 
     def before_load(self) -> None:
-        """Note what lies beside the parameters."""
+        """Note what lies beside the parameters; until `after_load` nobody knows what the engine holds."""
         if self.reason is None:
+            self._before, self._sent = self._sent, {}
             self._others = _checksums(self._beside())
 
     def after_load(self, staged: StagedWeights) -> None:
@@ -96,14 +110,19 @@ class DirectWrites:
             return self.stop(f"{changed[0]} ({len(changed)} in all) changes with the weights and is no parameter")
         try:
             self._places = dict(self._find(staged))
+            unsent = self._remaining()
         except UserError as error:
             return self.stop(str(error))
-        unsent = self._remaining()
+        except Exception as error:  # the refit itself was good
+            return self.stop(f"where weights lie could not be found ({type(error).__name__}: {error})")
         moved = sorted(name for name in unsent if self._observed and unsent[name] != self._unsent.get(name))
         if moved:
             return self.stop(f"{moved[0]} changes where nothing was sent")
+        if self._before:
+            self._seen |= _changed(self._before, staged.checksums)
+        self._sent = dict(staged.checksums)
         self._unsent, self._observed = unsent, self._observed + 1
-        if self.ready:
+        if self._observed == OBSERVED:
             self._notes.append(f"{len(self._places)} weights go straight into the engine's memory from now on")
 
     @torch.inference_mode()
@@ -116,7 +135,8 @@ class DirectWrites:
         Raises:
             UserError: a tensor without a place.
         """
-        assert self.ready, "direct writes were not shown to be right"
+        assert self.may_write(staged), "direct writes were not shown to be right"
+        self._sent = {}
         for name, data in staged.weights():
             place = self._places.get(name)
             if place is None:
@@ -128,6 +148,7 @@ class DirectWrites:
                 _, scale = staged.pair(name)
                 assert scale is not None
                 place.scale.copy_(_numbers(scale)[place.scale_part], non_blocking=True)
+        self._sent = dict(staged.checksums)
         return {name for name, _ in self._engine.model.named_parameters()}
 
     def _find(self, staged: StagedWeights) -> Iterator[tuple[str, Memory]]:
@@ -156,7 +177,9 @@ class DirectWrites:
         homes = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items() if tensor.numel()}
         inside: dict[str, list[torch.Tensor]] = {}
         for view in (v for place in self._places.values() for v in (place.weight, place.scale) if v is not None):
-            name = homes[view.untyped_storage().data_ptr()]
+            name = homes.get(view.untyped_storage().data_ptr())
+            if name is None:
+                raise UserError(f"a weight of shape {list(view.shape)} lies in no parameter")
             covered[name] += view.numel()
             inside.setdefault(name, []).append(view)
         found = {}
@@ -175,8 +198,13 @@ class DirectWrites:
         known = {tensor.untyped_storage().data_ptr() for tensor in live_tensors(model).values()}
         known |= {tensor.untyped_storage().data_ptr() for tensor in self._engine.derived()}
         for name, tensor in reachable_tensors(model):
-            if "cache" not in name and tensor.numel() and tensor.untyped_storage().data_ptr() not in known:
+            if not _KV_CACHE.search(name) and tensor.numel() and tensor.untyped_storage().data_ptr() not in known:
                 yield name, tensor
+
+
+def _changed(before: dict[str, int], now: dict[str, int]) -> set[str]:
+    """Names whose bytes differ; experts of a layer, which lie in one stack, count as one."""
+    return {_EXPERT.sub(".experts.*.", name) for name, checksum in now.items() if before.get(name) != checksum}
 
 
 def _checksums(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, int]:

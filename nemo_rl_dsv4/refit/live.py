@@ -95,7 +95,7 @@ class LiveRefit:
             staged.check_complete(power_of_two=self.power_of_two)
         self.valid = False
         engine = self.engine
-        directly = self.direct is not None and self.direct.ready
+        directly = self.direct is not None and self.direct.may_write(staged)
         observed = None if directly else self.direct
         if observed is not None:
             observed.before_load()
@@ -109,6 +109,9 @@ class LiveRefit:
         with _timed(phases, "verify"):
             names = checked_names([name for name, _ in staged.weights()], self.checks, staged.version or 0)
             findings = [*moved, *self._verify(staged, written, names)]
+        if directly and findings:
+            assert self.direct is not None
+            self.direct.stop(f"a direct refit left {findings[0]}")
         if observed is not None and not findings:
             with _timed(phases, "observe"):
                 observed.after_load(staged)

@@ -40,6 +40,8 @@ class StagedWeights:
         self._expected = dict(expected)
         self._device = torch.device(device)
         self._tensors: dict[str, torch.Tensor] = {}
+        self.checksums: dict[str, int] = {}
+        """Checksum of each tensor that has arrived, by name; equal for equal bytes."""
         self._next_bucket, self._last = 0, False
         self.version: int | None = None
         self.bytes = 0
@@ -68,6 +70,7 @@ class StagedWeights:
         for entry in manifest.entries:
             self.bytes += entry.bytes
             self._sum = combine_checksums(self._sum, entry.checksum)
+            self.checksums[entry.name] = entry.checksum
         self._next_bucket += 1
         self._last = manifest.last
 

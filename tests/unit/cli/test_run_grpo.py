@@ -113,11 +113,28 @@ def test_dry_run_finds_mistakes_inside_a_dataset(capsys, places, tmp_path):
     assert "set.jsonl:1 has no key 'input'" in capsys.readouterr().err
 
 
+VLLM_SIZES = [
+    f"policy.dsv4.tiny.{key}={value}"
+    for key, value in {
+        "expert_format": "fp8",
+        "hidden_size": 2048,
+        "num_attention_heads": 8,
+        "o_groups": 8,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "index_head_dim": 128,
+        "q_lora_rank": 128,
+        "o_lora_rank": 128,
+        "moe_intermediate_size": 128,
+    }.items()
+]
+
+
 def test_a_valid_recipe_that_cannot_run_here_says_so_and_exits_0(capsys, places, monkeypatch):
     """No GPU, no vLLM: a note beside validity, not an error."""
     monkeypatch.setattr("nemo_rl_dsv4.config.runs_here.GPU_FILES", ("/dev/no-such-device",))
     gpu = ["cluster.gpus_per_node=8", "policy.dsv4.cpu_processes=1", "policy.generation.backend=vllm"]
-    gpu += ["policy.dsv4.tiny.expert_format=fp8", "policy.dsv4.tiny.hidden_size=2048"]
+    gpu += VLLM_SIZES
     assert main(["--config", RECIPE, "--dry-run", *places, *gpu]) == 0
     shown = capsys.readouterr().out
     assert "The recipe is valid." in shown
@@ -133,8 +150,7 @@ def test_dry_run_of_a_large_layout_shortens_the_list_of_ranks(capsys, places):
         "policy.dtensor_cfg.context_parallel_size=8",
         "policy.dtensor_cfg.expert_parallel_size=128",
         "policy.dsv4.tiny.n_routed_experts=128",
-        "policy.dsv4.tiny.expert_format=fp8",
-        "policy.dsv4.tiny.hidden_size=2048",
+        *VLLM_SIZES,
         "policy.dsv4.tiny.max_position_embeddings=1024",
         "policy.max_total_sequence_length=1024",
         "policy.dtensor_cfg.automodel_kwargs.backend.dispatcher=deepep",

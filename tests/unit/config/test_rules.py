@@ -20,6 +20,19 @@ GPU = [
     "policy.generation.vllm_cfg.max_model_len=256",
     "policy.dsv4.tiny.expert_format=fp8",
     "policy.dsv4.tiny.hidden_size=2048",
+    "policy.dsv4.tiny.num_attention_heads=8",
+    "policy.dsv4.tiny.o_groups=8",
+    *(
+        f"policy.dsv4.tiny.{key}={size}"
+        for key, size in {
+            "head_dim": 512,
+            "qk_rope_head_dim": 64,
+            "index_head_dim": 128,
+            "q_lora_rank": 128,
+            "o_lora_rank": 128,
+            "moe_intermediate_size": 128,
+        }.items()
+    ),
 ]
 
 REFUSED = {
@@ -352,11 +365,17 @@ def test_rollout_with_data_parallel_ranks_is_refused(recipe):
 TILELANG = "policy.dtensor_cfg.automodel_kwargs.backend.attn=tilelang"
 
 
+@pytest.fixture
+def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own kernels take one width; these rules are of the trainer's."""
+    monkeypatch.setattr("nemo_rl_dsv4.config.rules_of_rollout.check_kernel_shapes", lambda *_: None)
+
+
 @pytest.mark.parametrize(
     ("heads", "width", "left"),
     [(24, 512, 8), (24, 128, 24), (72, 128, 8), (40, 256, 8), (8, 80, None)],
 )
-def test_heads_that_do_not_fill_a_block_of_the_kernels_are_refused(recipe, heads, width, left):
+def test_heads_that_do_not_fill_a_block_of_the_kernels_are_refused(recipe, any_width, heads, width, left):
     """C072: the padded head index of AutoModel's TileLang kernels was used on tensors without that padding."""
     sizes = [f"policy.dsv4.tiny.num_attention_heads={heads}", f"policy.dsv4.tiny.head_dim={width}"]
     message = f"num_attention_heads is {heads}: .*leaves {left} where" if left else f"head_dim is {width}; .* power of"
@@ -366,7 +385,7 @@ def test_heads_that_do_not_fill_a_block_of_the_kernels_are_refused(recipe, heads
 
 
 @pytest.mark.parametrize(("heads", "width"), [(8, 512), (16, 512), (64, 512), (96, 512), (32, 128), (96, 128)])
-def test_heads_that_fill_the_blocks_are_allowed(recipe, heads, width):
+def test_heads_that_fill_the_blocks_are_allowed(recipe, any_width, heads, width):
     """C072: fewer than 16 heads are padded by AutoModel itself, 96 are six blocks of 16, or one of 64 and one of 32."""
     sizes = [f"policy.dsv4.tiny.num_attention_heads={heads}", f"policy.dsv4.tiny.head_dim={width}"]
     assert validate(recipe([*GPU, TILELANG, *sizes])) == "embedded"

@@ -148,3 +148,29 @@ def test_processed_logprobs_are_those_of_raw_logits_or_refused(recipe, key):
     with pytest.raises(UserError, match="logprobs_mode is processed_logprobs, but the trainer's .* set logprobs_mode"):
         validate(recipe([*GPU, PROCESSED, f"policy.generation.{key}"]), runs_here=False)
     validate(recipe([*GPU, PROCESSED]), runs_here=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["policy.dsv4.tiny.o_groups=2"],
+            "the model's o_groups is 2, which .*_size = 8 does not divide",
+        ),
+        (["policy.dsv4.tiny.num_attention_heads=4"], "num_attention_heads"),
+        (["policy.dsv4.tiny.head_dim=256"], "head_dim of policy.model_name is 256; vLLM's attention kernels take 512"),
+        (["policy.dsv4.tiny.index_head_dim=64"], "index_head_dim of policy.model_name is 64; .* take 128 only"),
+        (["policy.dsv4.tiny.q_lora_rank=96"], "q_lora_rank of policy.model_name is 96; .* multiples of 128 only"),
+    ],
+)
+def test_sizes_that_vllms_kernels_do_not_take_are_refused_before_a_model_is_made(recipe, overrides, message):
+    """Eight workers of two groups computed with none each; other sizes failed after the warm start."""
+    eight = "policy.generation.vllm_cfg.tensor_parallel_size=8"
+    validate(recipe([*GPU, eight]), runs_here=False)
+    with pytest.raises(UserError, match=message):
+        validate(recipe([*GPU, eight, *overrides]), runs_here=False)
+
+
+def test_dropout_is_refused_where_the_recipe_is_read(recipe):
+    with pytest.raises(UserError, match="attention_dropout is 0.1; wanted 0, since an engine drops nothing"):
+        validate(recipe([*GPU, "+policy.hf_config_overrides.attention_dropout=0.1"]), runs_here=False)

@@ -87,7 +87,17 @@ def test_the_gradient_is_that_of_float32_attention() -> None:
         assert (found.grad - wanted.grad).norm() < 5e-3 * wanted.grad.norm()
 
 
-@pytest.mark.parametrize("sink", [0.0, 40.0])
+@pytest.mark.parametrize("sink", [88.0, 1e4, math.inf])
+def test_a_sink_far_above_all_scores_leaves_nothing_and_no_gradient_that_is_no_number(sink: float) -> None:
+    scores, keys, visible, sinks = inputs()
+    leaves = [t.float().clone().requires_grad_() for t in (scores * 1e-3, keys, sinks.fill_(sink))]
+    out = attend(leaves[0], leaves[1], visible, leaves[2])
+    out.sum().backward()
+    assert float(out.detach().abs().max()) < 1e-25
+    assert all(leaf.grad is not None and bool(leaf.grad.isfinite().all()) for leaf in leaves)
+
+
+@pytest.mark.parametrize("sink", [0.0, 40.0, -math.inf])
 def test_a_query_without_keys_is_zero_and_has_no_gradient(sink: float) -> None:
     scores, keys, visible, sinks = inputs()
     visible[0, 0, 5] = False

@@ -165,3 +165,74 @@ def test_switched_off_nothing_is_observed(expected: Any, versions: Any) -> None:
     for number in (1, 2, 3):
         live.apply(stage(expected, versions[number % 3], number))
     assert live.direct is None and engine.loads == 3
+
+
+def test_weights_that_have_not_changed_yet_prove_nothing(expected: Any, versions: Any) -> None:  # noqa: F811
+    """The first refits may bring what the engine holds: nothing that follows from the weights moves then."""
+    engine = started(expected, versions, "float")
+    layer = engine.model.get_submodule("model.layers.1")
+    process_all = engine.process_all
+
+    def derive() -> None:
+        process_all()
+        layer.absorbed_cache = (
+            engine.model.get_submodule("model.layers.1.attn.fused_wqa_wkv").weight.data.float().sum(0)
+        )
+
+    engine.process_all = derive  # type: ignore[method-assign]
+    derive()
+    live = LiveRefit(engine, checks="all", direct=True)
+    for number, version in enumerate((0, 0, 0), start=1):
+        live.apply(stage(expected, versions[version], number))
+    assert live.direct is not None and engine.loads == 2  # the third changes nothing, and may go direct
+    live.apply(stage(expected, versions[1], 4))
+    assert engine.loads == 3 and live.direct.reason is not None and "absorbed_cache" in live.direct.reason
+
+
+def test_a_weight_that_changes_for_the_first_time_goes_through_the_loaders(expected: Any, versions: Any) -> None:  # noqa: F811
+    def without(version: Any, kept: str) -> Any:
+        return [(name, dict(versions[0])[name] if name == kept else value) for name, value in version]
+
+    frozen = "norm.weight"
+    engine = started(expected, versions, "float")
+    live = LiveRefit(engine, checks="all", direct=True)
+    for number, version in enumerate((1, 2, 0, 1), start=1):
+        live.apply(stage(expected, without(versions[version], frozen), number))
+    assert engine.loads == 2 and live.direct is not None and live.direct.ready
+    live.apply(stage(expected, versions[2], 5))
+    assert engine.loads == 3
+    live.apply(stage(expected, versions[0], 6))
+    assert engine.loads == 3 and live.valid
+    fresh = FakeEngine(expected, "float")
+    fresh.start(versions[0])
+    assert same(engine.kernel_values(), fresh.kernel_values())
+
+
+def test_findings_of_a_direct_refit_send_the_next_one_through_the_loaders(expected: Any, versions: Any) -> None:  # noqa: F811
+    engine = started(expected, versions, "float")
+    live = refitted(engine, expected, versions, 2)
+    assert live.direct is not None
+    places = live.direct._places
+    names = ("layers.1.ffn.experts.0.w1.weight", "layers.1.ffn.experts.1.w1.weight")
+    places[names[0]], places[names[1]] = places[names[1]], places[names[0]]
+    report = live.apply(stage(expected, versions[0], 3))
+    assert len(report.findings) == 2 and "a direct refit left" in report.notes[0]
+    assert live.apply(stage(expected, versions[1], 4)).findings == () and engine.loads == 3 and live.valid
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), TypeError("x")])
+def test_an_engine_that_cannot_be_observed_keeps_its_good_refit(
+    expected: Any,  # noqa: F811
+    versions: Any,  # noqa: F811
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = started(expected, versions, "float")
+
+    def memory(_: str) -> None:
+        raise error
+
+    monkeypatch.setattr(engine, "memory", memory)
+    live = LiveRefit(engine, checks="all", direct=True)
+    report = live.apply(stage(expected, versions[1], 1))
+    assert live.valid and report.findings == () and f"could not be found ({type(error).__name__}" in report.notes[0]
