@@ -12,6 +12,7 @@ batch of 8 splits a query's blocks between multiprocessors, in a batch of 64 it 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from arguments import at_least
 
 from nemo_rl_dsv4.numerics import fake_quant, get_profile
 from nemo_rl_dsv4.numerics.attention import attend_with_rounded_weights
@@ -173,14 +177,26 @@ def compare_times(device: str, tokens: int, repeats: int) -> None:
         print(f"{label}: {found[0]:.2f} ms with BF16 weights, {found[1]:.2f} without, ratio {found[0] / found[1]:.2f}")
 
 
-def main() -> int:
-    """Run one of the two comparisons."""
+def read_options() -> argparse.Namespace:
+    """Options of the command line, of which this machine can do what they ask."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", action="store_true", help="compare with FlashMLA's kernels")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--tokens", type=at_least(1), default=256)
+    parser.add_argument("--repeats", type=at_least(1), default=10)
     options = parser.parse_args()
+    if options.vllm and importlib.util.find_spec("vllm") is None:
+        parser.error("--vllm: no vllm in this environment; wanted vLLM 0.26.0, start it with that one's interpreter")
+    if options.vllm and not torch.cuda.is_available():
+        parser.error("--vllm: torch sees 0 GPUs here; wanted a Hopper GPU")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees 0 GPUs here; wanted one, or --device cpu")
+    return options
+
+
+def main() -> int:
+    """Run one of the two comparisons."""
+    options = read_options()
     if options.vllm:
         compare_with_vllm()
     else:

@@ -26,8 +26,9 @@ import io
 import json
 import re
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nemo_rl_dsv4.cli.guard import guarded
+from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.grpo.loss import ClippedPGLoss
 from nemo_rl_dsv4.grpo.settings import LossSettings
 from nemo_rl_dsv4.model.build import CPU_BACKEND
@@ -158,12 +161,44 @@ def _narrowed(value: Any) -> Any:
 
 
 def parse_sizes(name: str) -> ParallelSizes:
-    """`dp2cp2ep4` -> dp 2 x cp 2 with 4 expert-parallel ranks; `replicated2`."""
-    if name.startswith("replicated"):
-        world = int(name.removeprefix("replicated"))
+    """`dp2cp2ep4` -> dp 2 x cp 2 with 4 expert-parallel ranks; `replicated2`.
+
+    Raises:
+        UserError: another name, or expert-parallel ranks that do not divide the processes.
+    """
+    if copies := re.fullmatch(r"replicated([1-9][0-9]*)", name):
+        world = int(copies[1])
         return ParallelSizes(world, replicate=world)
-    axes = {axis: int(size) for axis, size in re.findall(r"(dp|cp|ep)(\d+)", name)}
-    return ParallelSizes(axes.get("dp", 1) * axes.get("cp", 1), cp=axes.get("cp", 1), ep=axes.get("ep", 1))
+    found = re.findall(r"(dp|cp|ep)([1-9][0-9]*)", name)
+    axes = {axis: int(size) for axis, size in found}
+    if not found or "".join(axis + size for axis, size in found) != name or len(axes) < len(found):
+        raise UserError(
+            f"layout {name!r}: wanted replicatedN, or numbers of dp, cp and ep ranks, each once at most, such as dp2ep2"
+        )
+    dp, cp, ep = (axes.get(axis, 1) for axis in ("dp", "cp", "ep"))
+    if dp * cp % ep:
+        raise UserError(f"layout {name!r}: {ep} expert-parallel ranks for {dp * cp} processes; wanted a divisor")
+    return ParallelSizes(dp * cp, cp=cp, ep=ep)
+
+
+def check_layouts(names: Iterable[str], *, rows: int, experts: int) -> dict[str, ParallelSizes]:
+    """Sizes by name of layouts that can run a batch of some rows on a model with some routed experts.
+
+    Raises:
+        UserError: one cannot, its name is none or comes twice.
+    """
+    layouts: dict[str, ParallelSizes] = {}
+    for name in names:
+        if name in layouts:
+            raise UserError(f"layout {name!r} comes twice; wanted each once")
+        layouts[name] = sizes = parse_sizes(name)
+        if rows % sizes.dp:
+            raise UserError(f"layout {name!r}: {sizes.dp} data-parallel ranks for {rows} rows; wanted a divisor")
+        if experts % sizes.ep:
+            raise UserError(
+                f"layout {name!r}: {sizes.ep} expert-parallel ranks for {experts} experts; wanted a divisor"
+            )
+    return layouts
 
 
 def spec(sizes: ParallelSizes, variant: str) -> PolicySpec:
@@ -222,7 +257,7 @@ def run_rank(rank: int, world: int, folder: str, jobs: list[tuple[str, str]]) ->
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
     for name, variant in jobs:
         with Float64Arithmetic() if variant == "qat-float64" else contextlib.nullcontext():
-            found = step(parse_sizes(name), variant, rank)
+            found = step(ParallelSizes(1) if name == "one" else parse_sizes(name), variant, rank)
         if rank == 0:
             torch.save(found, Path(folder) / f"{name}-{variant}.pt")
     if world > 1:
@@ -352,13 +387,16 @@ def run(sizes: list[str], variants: list[str]):
                 yield name, variant, compare(found, wanted)
 
 
-def main() -> None:
+def main() -> int:
     """Print the table, or one JSON object a line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), help=f"layouts, such as {' '.join(SIZES)}")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    for name, sizes in check_layouts(args.sizes, rows=ROWS, experts=CONFIG["n_routed_experts"]).items():
+        if sizes.world == 1:
+            raise UserError(f"layout {name!r} is one process, with which the others are compared; wanted two or more")
     if not args.json:
         print("| layout | variant | logprobs | loss | grad norm | gradient max / median | update max | export bytes |")
         print("|---|---|---|---|---|---|---|---|")
@@ -371,7 +409,8 @@ def main() -> None:
         cells.append(f"{errors['update_max']:.1e}")
         cells.append(f"{errors['export_bytes_differing']} of {errors['export_bytes']}")
         print(f"| {' | '.join([name, variant, *cells])} |", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -48,7 +49,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import parity
 import vllm_refit
+from arguments import at_least
 
+from nemo_rl_dsv4.cli.guard import guarded
+from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.grpo.loss import ClippedPGLoss
 from nemo_rl_dsv4.grpo.settings import LossSettings
 from nemo_rl_dsv4.mismatch.summation import OtherSums
@@ -342,34 +346,55 @@ def variants_of(part: str) -> tuple[str, ...]:
 
 
 def run(parts: list[str], layouts: list[str], setting: Setting) -> Iterator[Found]:
-    """Yield one row a layout, variant and scaling, as soon as it is known."""
+    """Yield one row a layout, variant and scaling, as soon as it is known.
+
+    Raises:
+        UserError: a process refused its settings.
+    """
     scratch = "/dev/shm" if Path("/dev/shm").is_dir() else None
     turns = [ONE, *layouts]
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         started: list[Any] = []
-        for layout in turns:
-            world = 1 if layout == ONE else parity.parse_sizes(layout).world
-            arguments = (world, folder, layout, turns, parts, setting)
-            started.append(
-                mp.start_processes(
-                    run_rank, args=arguments, nprocs=world, join=False, daemon=True, start_method="spawn"
-                )
-            )
-        here = Path(folder)
-        for variant in variants_of("parity") if "parity" in parts else ():
-            base = result(here, f"parity-{variant}-{ONE}", started)
-            for layout in [*(ITSELF if variant == "qat" else ()), *layouts]:
-                found = result(here, f"parity-{variant}-{layout}", started)
-                yield {"part": "parity", "variant": variant, "layout": layout, **compare(found, base)}
-        if "speed" in parts:
-            base = result(here, f"speed-qat-{ONE}", started)["strong"]
-            rate = base["tokens"] / statistics.median(base["times"])
+        try:
             for layout in turns:
-                for scaling, found in result(here, f"speed-qat-{layout}", started).items():
-                    yield speed_row(layout, scaling, found, rate)
-        for processes in started:
-            while not processes.join():
-                pass
+                world = 1 if layout == ONE else parity.parse_sizes(layout).world
+                arguments = (world, folder, layout, turns, parts, setting)
+                started.append(
+                    mp.start_processes(
+                        run_rank, args=arguments, nprocs=world, join=False, daemon=True, start_method="spawn"
+                    )
+                )
+            yield from rows_of(Path(folder), parts, layouts, started)
+            for processes in started:
+                while not processes.join():
+                    pass
+        except mp.ProcessRaisedException as error:
+            raise refusal(error) from None
+        finally:  # none may write into the folder any more when it is deleted
+            for process in [process for processes in started for process in processes.processes]:
+                process.terminate()
+                process.join()
+
+
+def rows_of(here: Path, parts: list[str], layouts: list[str], started: list[Any]) -> Iterator[Found]:
+    """The rows of `run`, from what the started processes leave in a folder."""
+    for variant in variants_of("parity") if "parity" in parts else ():
+        base = result(here, f"parity-{variant}-{ONE}", started)
+        for layout in [*(ITSELF if variant == "qat" else ()), *layouts]:
+            found = result(here, f"parity-{variant}-{layout}", started)
+            yield {"part": "parity", "variant": variant, "layout": layout, **compare(found, base)}
+    if "speed" in parts:
+        base = result(here, f"speed-qat-{ONE}", started)["strong"]
+        rate = base["tokens"] / statistics.median(base["times"])
+        for layout in [ONE, *layouts]:
+            for scaling, found in result(here, f"speed-qat-{layout}", started).items():
+                yield speed_row(layout, scaling, found, rate)
+
+
+def refusal(error: mp.ProcessRaisedException) -> Exception:
+    """The `UserError` that a process raised, or the error as it is: its last line is the process's own."""
+    kind, _, message = str(error).rstrip().rpartition("\n")[2].partition(": ")
+    return UserError(message) if kind == f"{UserError.__module__}.{UserError.__qualname__}" else error
 
 
 def result(here: Path, name: str, started: list[Any]) -> Any:
@@ -405,7 +430,12 @@ def speed_row(layout: str, scaling: str, found: Found, rate_of_one: float) -> Fo
     }
 
 
-def main() -> int:
+def read_options() -> tuple[argparse.Namespace, Setting]:
+    """Options of the command line, and what they tell every process.
+
+    Raises:
+        UserError: a layout that cannot run them.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--parts", nargs="+", choices=("parity", "speed"), default=["parity", "speed"])
@@ -413,25 +443,41 @@ def main() -> int:
     parser.add_argument("--attn", choices=("tilelang", "sdpa"), help="default: tilelang, sdpa on CPUs")
     parser.add_argument("--experts", choices=("torch_mm", "torch"), help="default: torch_mm, torch on CPUs")
     parser.add_argument("--dispatcher", default="torch", choices=("torch", "deepep", "uccl_ep"))
-    parser.add_argument("--rows", type=int, help="sequences of a batch (8)")
-    parser.add_argument("--length", type=int, help="tokens of a sequence (1024; 256 on CPUs)")
-    parser.add_argument("--micro-batch", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--rows", type=at_least(1), default=8, help="sequences of a batch (8)")
+    parser.add_argument("--length", type=at_least(1), help="tokens of a sequence (1024; 256 on CPUs)")
+    parser.add_argument("--micro-batch", type=at_least(1), default=4)
+    parser.add_argument("--repeats", type=at_least(1), default=4)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
     cpu = args.device == "cpu"
-    if not cpu and torch.cuda.device_count() < 2:
-        parser.error(f"{torch.cuda.device_count()} GPUs here; wanted 2, or --device cpu")
+    if cpu and args.attn == "tilelang":
+        parser.error("--attn tilelang runs on GPUs; wanted sdpa with --device cpu")
+    if cpu and args.dispatcher != "torch":
+        parser.error(f"--dispatcher {args.dispatcher} runs on GPUs; wanted torch with --device cpu")
     setting = Setting(
         args.device,
         args.attn or ("sdpa" if cpu else "tilelang"),
         args.experts or ("torch" if cpu else "torch_mm"),
         args.dispatcher,
-        args.rows or 8,
+        args.rows,
         args.length or (256 if cpu else 1024),
         args.micro_batch,
         args.repeats,
     )
+    layouts = parity.check_layouts(args.layouts, rows=args.rows, experts=setting.config["n_routed_experts"])
+    wanted = max(sizes.world for sizes in layouts.values())
+    if not cpu and torch.cuda.device_count() < wanted:
+        parser.error(f"{torch.cuda.device_count()} GPUs here; wanted {wanted}, or --device cpu")
+    if setting.attn == "tilelang" and importlib.util.find_spec("tilelang") is None:
+        parser.error("--attn tilelang needs the tilelang package; wanted it installed, or --attn sdpa")
+    if "parity" in args.parts and not batch(setting.rows, setting.length, 160)["token_mask"].any():
+        parser.error(f"--length {setting.length}: the first 20 tokens of a row are not trained on; wanted a longer one")
+    return args, setting
+
+
+def main() -> int:
+    """Print a line a row."""
+    args, setting = read_options()
     print(f"# {setting}, torch {torch.__version__}", file=sys.stderr)
     for row in run(args.parts, args.layouts, setting):
         if args.json:
@@ -442,4 +488,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

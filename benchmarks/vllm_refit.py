@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from refit_ranks import Ranks, processes, sender_of
+from vllm_refit_arguments import check_phase, read_options
 
+from nemo_rl_dsv4.cli.guard import guarded
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL
 from nemo_rl_dsv4.model.official_names import expected_tensors, tensor_kind
@@ -148,14 +151,23 @@ def training_weights(version: int) -> dict[str, torch.Tensor]:
 
 
 def make(folder: Path) -> None:
-    """Write checkpoints of versions 0 and 2, and the buckets of versions 1 to 3."""
+    """Write checkpoints of versions 0 and 2, and the buckets of versions 1 to 3.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
     from safetensors.torch import save_file
 
+    try:
+        for name in ("v0", "v2", "buckets1", "buckets2", "buckets3"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder / name).close()
+    except OSError as error:
+        raise UserError(f"{folder}: `make` cannot write there ({error.strerror}); give another folder") from error
     for version in (0, 1, 2, 3):
         state = training_weights(version)
         if version in (0, 2):
             target = folder / f"v{version}"
-            target.mkdir(parents=True, exist_ok=True)
             stream = {name: tensor.cpu().contiguous() for name, tensor in export_weights(state, "vllm-hopper")}
             save_file(stream, target / "model.safetensors", metadata={"format": "pt"})
             (target / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
@@ -408,25 +420,9 @@ def compare(folder: Path, transports: list[str]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("phase", choices=("make", "refit", "fresh", "compare"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--sleep", action="store_true", help="refit: sleep at level 2 before the second refit")
-    parser.add_argument("--direct", action="store_true", help="refit: two more, straight into the kernels' memory")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine")
-    parser.add_argument("--ranks", type=int, default=0, help="refit: training ranks that send; 0 takes make's buckets")
-    parser.add_argument(
-        "--transport",
-        nargs="+",
-        default=[],
-        choices=("folder", "ipc", "broadcast"),
-        help="refit with --ranks, compare: how weights travel",
-    )
-    options = parser.parse_args()
-    if options.direct and (options.sleep or options.ranks):
-        parser.error("--direct goes with neither --sleep nor --ranks")
-    if options.phase == "refit" and bool(options.ranks) != bool(options.transport):
-        parser.error("--ranks and --transport go together")
+    """Run a phase."""
+    options = read_options(__doc__ or "")
+    check_phase(options)
     if options.phase == "make":
         make(options.folder)
     elif options.phase == "fresh":
@@ -441,4 +437,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -1,0 +1,229 @@
+"""Benchmarks refuse what they cannot run or would ignore: one line, exit status 2, and nothing is computed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_dsv4.cli.guard import guarded
+from nemo_rl_dsv4.errors import UserError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+Refused = Callable[..., str]
+
+
+def refuse(rank: int, *args: Any) -> None:
+    """A rank that refuses its settings."""
+    raise UserError("dispatcher of this rank: not here")
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """The line that a benchmark ends with for some words, on a machine with `gpus` and `libraries`."""
+    look_up = importlib.util.find_spec
+
+    def call(name: str, *words: str, gpus: int = 0, libraries: tuple[str, ...] = ()) -> str:
+        def find_spec(library: str, *rest: Any) -> Any:
+            return look_up("json" if library in libraries else "no_such_module", *rest)
+
+        module = importlib.import_module(name)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", [f"{name}.py", *words])
+            patch.setattr(torch.cuda, "device_count", lambda: gpus)
+            patch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+            patch.setattr(importlib.util, "find_spec", find_spec)
+            try:
+                status = guarded(module.main)
+            except SystemExit as end:
+                status = end.code
+        told = capsys.readouterr()
+        assert status == 2 and not told.out and "Traceback" not in told.err, (status, told)
+        return told.err.splitlines()[-1]
+
+    return call
+
+
+def made(folder: Path, *names: str) -> Path:
+    """A folder with files of these names."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+CHECKPOINTS = [f"{version}/{name}" for version in ("v0", "v2") for name in ("config.json", "model.safetensors")]
+BUCKETS = [f"buckets{version}/bucket-00000.json" for version in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("refit", "DIR", "--tensor-parallel", "2"), "--tensor-parallel 2 takes weights from training ranks only; add"),
+        (("refit", "DIR", "--tensor-parallel", "0"), "--tensor-parallel: '0'; wanted a whole number, 1 or more"),
+        (("refit", "DIR", "--tensor-parallel", "two"), "--tensor-parallel: 'two'; wanted a whole number, 1 or more"),
+        (("refit", "DIR", "--ranks", "-1"), "--ranks: '-1'; wanted a whole number, 0 or more"),
+        (("refit", "DIR", "--ranks", "2"), "--ranks and --transport go together"),
+        (("refit", "DIR", "--transport", "ipc"), "--ranks and --transport go together"),
+        (("refit", "DIR", "--sleep", "--ranks", "2", "--transport", "ipc"), "--sleep does not go with --ranks"),
+        (("refit", "DIR", "--sleep", "--direct"), "--direct goes with neither --sleep nor --ranks"),
+        (("fresh", "DIR", "--direct"), "--direct with `fresh`; it goes with `refit`"),
+        (("compare", "DIR", "--sleep"), "--sleep with `compare`; it goes with `refit`"),
+        (("fresh", "DIR", "--ranks", "2"), "--ranks with `fresh`; it goes with `refit`"),
+        (("make", "DIR", "--transport", "ipc"), "--transport with `make`; it goes with `refit` and `compare`"),
+        (("make", "DIR", "--tensor-parallel", "2"), "--tensor-parallel with `make`; it goes with `refit` and `fresh`"),
+    ],
+)
+def test_refit_options_that_do_not_go_together(refused: Refused, words: tuple[str, ...], wanted: str) -> None:
+    """`refit --tensor-parallel 2` without ranks started an engine on one GPU; flags of other phases were ignored."""
+    assert wanted in refused("vllm_refit", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "wanted"),
+    [
+        (("refit",), [], "has no v0/config.json; run `python benchmarks/vllm_refit.py make"),
+        (("refit",), CHECKPOINTS, "has no buckets1/bucket-00000.json; run `python benchmarks/vllm_refit.py make"),
+        (("refit",), CHECKPOINTS + BUCKETS[:2], "has no buckets3/bucket-00000.json"),
+        (("refit",), CHECKPOINTS + BUCKETS, "`refit` needs vLLM"),
+        (("refit", "--direct"), CHECKPOINTS + BUCKETS[:2], "`refit` needs vLLM"),
+        (("refit", "--ranks", "2", "--transport", "ipc"), CHECKPOINTS, "`refit` needs vLLM"),
+        (("fresh",), CHECKPOINTS[:2], "has no v2/config.json; run `python benchmarks/vllm_refit.py make"),
+        (("fresh", "--tensor-parallel", "2"), CHECKPOINTS, "`fresh` needs vLLM"),
+        (("compare",), [], "has no fresh.pt; run `python benchmarks/vllm_refit.py fresh"),
+        (("compare",), ["fresh.pt", "refit-ipc.pt"], "has no refit.pt; run `python benchmarks/vllm_refit.py refit"),
+        (("compare", "--transport", "ipc", "folder"), ["fresh.pt", "refit-ipc.pt"], "has no refit-folder.pt; run"),
+    ],
+)
+def test_a_refit_phase_names_what_it_lacks(
+    refused: Refused, tmp_path: Path, words: tuple[str, ...], names: list[str], wanted: str
+) -> None:
+    """Each phase ended in a traceback without the files of the one before it, or without vLLM."""
+    folder = made(tmp_path / "DIR", *names)
+    assert wanted in refused("vllm_refit", words[0], str(folder), *words[1:])
+
+
+def test_a_refit_needs_a_gpu_for_each_rank_and_worker(refused: Refused, tmp_path: Path) -> None:
+    folder = str(made(tmp_path, *CHECKPOINTS, *BUCKETS))
+    words = ("refit", folder, "--ranks", "4", "--transport", "ipc", "--tensor-parallel", "2")
+    assert "wants 4 GPUs; torch sees 2" in refused("vllm_refit", *words, gpus=2, libraries=("vllm",))
+    assert "wants 1 GPUs; torch sees 0" in refused("vllm_refit", "refit", folder, libraries=("vllm",))
+
+
+@pytest.mark.parametrize("name", ["DIR", "DIR/below", "taken"])
+def test_make_refuses_a_folder_that_cannot_be(refused: Refused, tmp_path: Path, name: str) -> None:
+    """Before any weight is drawn."""
+    made(tmp_path, "DIR", "taken/buckets2")
+    assert "`make` cannot write there" in refused("vllm_refit", "make", str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("replicated2", (2, 1, 1, 2)),
+        ("dp2", (2, 1, 1, 1)),
+        ("dp2ep2", (2, 1, 2, 1)),
+        ("cp2ep2", (2, 2, 2, 1)),
+        ("ep4cp2dp2", (4, 2, 4, 1)),
+        ("cp4ep4", (4, 4, 4, 1)),
+    ],
+)
+def test_layout_names(name: str, sizes: tuple[int, ...]) -> None:
+    import parity
+
+    found = parity.parse_sizes(name)
+    assert (found.world, found.cp, found.ep, found.replicate) == sizes
+
+
+@pytest.mark.parametrize(
+    "name", ["one", "", "dp", "dp0", "dp-2", "dp2tp2", "dp2 ep2", "xdp2", "dp2dp2", "DP2", "replicated", "replicated0"]
+)
+def test_other_layout_names_are_refused(name: str) -> None:
+    """What was no axis was left out, so that `dp2tp2` ran as dp2 and `one` as a layout."""
+    import parity
+
+    with pytest.raises(UserError, match=r"wanted replicatedN, or numbers of dp, cp and ep ranks"):
+        parity.parse_sizes(name)
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "words"), [("parity", ("--sizes",)), ("two_gpus", ("--device", "cpu", "--layouts"))]
+)
+@pytest.mark.parametrize(
+    ("layouts", "wanted"),
+    [
+        ("one", "layout 'one': wanted replicatedN"),
+        ("dp2 cp2 dp2", "layout 'dp2' comes twice"),
+        ("ep2", "layout 'ep2': 2 expert-parallel ranks for 1 processes"),
+        ("dp3", "layout 'dp3': 3 data-parallel ranks for 8 rows"),
+        ("replicated16", "layout 'replicated16': 16 data-parallel ranks for 8 rows"),
+        ("cp3ep3", "layout 'cp3ep3': 3 expert-parallel ranks for 8 experts"),
+    ],
+)
+def test_layouts_that_cannot_run(
+    refused: Refused, benchmark: str, words: tuple[str, ...], layouts: str, wanted: str
+) -> None:
+    assert wanted in refused(benchmark, *words, *layouts.split())
+
+
+def test_parity_refuses_a_layout_of_one_process(refused: Refused) -> None:
+    """It printed no row for it."""
+    assert "layout 'dp1' is one process" in refused("parity", "--sizes", "dp2", "dp1")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("--rows 0", "--rows: '0'; wanted a whole number, 1 or more"),
+        ("--length 0", "--length: '0'; wanted a whole number, 1 or more"),
+        ("--micro-batch 0", "--micro-batch: '0'; wanted a whole number, 1 or more"),
+        ("--repeats -1", "--repeats: '-1'; wanted a whole number, 1 or more"),
+        ("--rows 3", "layout 'dp2ep2': 2 data-parallel ranks for 3 rows"),
+        ("--length 20", "--length 20: the first 20 tokens of a row are not trained on"),
+        ("--attn tilelang", "--attn tilelang runs on GPUs; wanted sdpa"),
+        ("--dispatcher deepep", "--dispatcher deepep runs on GPUs; wanted torch"),
+    ],
+)
+def test_two_gpus_on_a_cpu(refused: Refused, words: str, wanted: str) -> None:
+    """`--rows 0` and `--length 0` took the defaults; the others ended in a traceback of a process."""
+    assert wanted in refused("two_gpus", "--device", "cpu", *words.split())
+
+
+def test_two_gpus_needs_a_gpu_for_each_process_and_tilelang(refused: Refused) -> None:
+    """Four processes on two GPUs ended in a traceback."""
+    assert "0 GPUs here; wanted 2, or --device cpu" in refused("two_gpus")
+    assert "2 GPUs here; wanted 4, or --device cpu" in refused("two_gpus", "--layouts", "dp2", "cp4", gpus=2)
+    assert "--attn tilelang needs the tilelang package" in refused("two_gpus", gpus=2)
+
+
+def test_what_a_process_of_two_gpus_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was the process's traceback; that of a defect still is."""
+    import two_gpus
+
+    setting: Any = None
+    monkeypatch.setattr(two_gpus, "run_rank", refuse)
+    with pytest.raises(UserError, match=r"^dispatcher of this rank: not here$"):
+        list(two_gpus.run(["parity"], [], setting))
+    defect = torch.multiprocessing.ProcessRaisedException("Traceback:\n  line\nRuntimeError: a defect\n", 0, 1)
+    assert two_gpus.refusal(defect) is defect
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "libraries", "wanted"),
+    [
+        ("--tokens 0", 0, (), "--tokens: '0'; wanted a whole number, 1 or more"),
+        ("--repeats 0", 0, (), "--repeats: '0'; wanted a whole number, 1 or more"),
+        ("--device cuda", 0, (), "--device cuda: torch sees 0 GPUs here; wanted one, or --device cpu"),
+        ("--vllm", 0, ("vllm",), "--vllm: torch sees 0 GPUs here; wanted a Hopper GPU"),
+        ("--vllm", 1, (), "--vllm: no vllm in this environment; wanted vLLM 0.26.0"),
+    ],
+)
+def test_attention_weights(refused: Refused, words: str, gpus: int, libraries: tuple[str, ...], wanted: str) -> None:
+    assert wanted in refused("attention_weights", *words.split(), gpus=gpus, libraries=libraries)
