@@ -4,11 +4,12 @@
     python benchmarks/two_gpus.py --parts parity --json
     python benchmarks/two_gpus.py --device cpu             # gloo, a tiny model: the code path only
 
-All processes hold the same random weights of the mini recipes' model. Parity: log-probabilities, loss, gradient norm,
-each gradient (|g - g1| / |g1|, largest and median over parameters) and the bytes of the sharded FP8 export.
+All processes hold the same random weights of a model with the mini recipes' layers, half as wide. Parity:
+log-probabilities, loss, gradient norm, each gradient (|g - g1| / |g1|, largest and median over parameters) and the
+bytes of the sharded FP8 export.
 
-Variants: `float32` rounds nothing (dense attention), so that what remains is the order of additions. `qat` is what the
-mini recipes run: BF16 over float32 master weights, every rounding site on, `attn: tilelang`, `experts: torch_mm`. There
+Variants: `float32` rounds nothing (dense attention), so that what remains is the order of additions. `qat` is BF16
+over float32 master weights, every rounding site on, `attn: tilelang`, `experts: torch_mm`. There
 a last-bit difference moves a value to the next FP8 code, in whatever order the same machine adds. So `qat` has rows of
 one GPU against itself: `one, rows rotated` with other rows beside each other in a micro-batch; `one, half
 micro-batches`, whose matrix products have other shapes and so other orders of additions, as those of cp2ep2 have; and
