@@ -100,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
         return OK
 
     silence_library_warnings()
+    print("the recipe is valid; loading libraries (some seconds, up to a minute on a busy machine) ...", flush=True)
     with starting():
         if runtime == "nemo_rl":
             from nemo_rl_dsv4.integrations.nemo_rl.run import run as start
