@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="nemo-rl-dsv4",
         description="Tools around GRPO runs of DeepSeek-V4.",
-        epilog="example:\n  nemo-rl-dsv4 plot logs/exp_001\n\n"
+        epilog="example:\n  nemo-rl-dsv4 plot logs/grpo-dsv4-tiny-qat/exp_001\n\n"
         "exit status: 0 done, 1 a finding, 2 bad input, 130 interrupted",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -19,7 +19,13 @@ EXAMPLE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", type=Path, help="run folder, such as logs/exp_001")
+    parser.add_argument(
+        "run_dirs",
+        metavar="RUN_DIR",
+        nargs="+",
+        type=Path,
+        help="run folder, such as logs/grpo-dsv4-tiny-qat/exp_001",
+    )
     parser.add_argument(
         "--out",
         metavar="PNG",

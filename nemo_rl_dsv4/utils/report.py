@@ -11,7 +11,7 @@ from typing import Any
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.utils.metrics_file import read_steps
 from nemo_rl_dsv4.utils.plots import draw_summary, series
-from nemo_rl_dsv4.utils.run_folder import CONFIG_FILE, METRICS_FILE, write_whole
+from nemo_rl_dsv4.utils.run_folder import CONFIG_FILE, metrics_of, write_whole
 
 Record = dict[str, Any]
 
@@ -49,11 +49,7 @@ def plot_run(run_dir: Path | str) -> dict[str, Path]:
         UserError: no such folder, or no metrics in it.
     """
     run_dir = Path(run_dir)
-    if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: no such run folder; name one such as logs/exp_001")
-    metrics = run_dir / METRICS_FILE
-    if not metrics.is_file():
-        raise UserError(f"{run_dir} holds no {METRICS_FILE}, so it is no run folder; name one such as logs/exp_001")
+    metrics = metrics_of(run_dir)
     records = read_steps(metrics)
     if not records:
         raise UserError(f"{metrics} holds no finished step yet; nothing to plot")

@@ -13,6 +13,9 @@ from nemo_rl_dsv4.errors import UserError
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
+EXAMPLE = "logs/grpo-dsv4-tiny-qat/exp_001"
+NAMED = 5
+"""Run folders that a message lists."""
 _RUN_NAME = re.compile(r"exp_(\d{3,})")
 
 
@@ -53,6 +56,32 @@ def make_run_folder(log_dir: Path) -> Path:
 def checkpoint_folder(checkpoint_dir: Path | str, run_dir: Path) -> Path:
     """Where a run keeps its checkpoints: `<checkpoint_dir>/exp_NNN`, so that runs of one recipe do not mix."""
     return Path(checkpoint_dir) / run_dir.name
+
+
+def metrics_of(run_dir: Path | str) -> Path:
+    """The metrics.jsonl of a run folder.
+
+    Raises:
+        UserError: no such folder, or no such file in it; names runs that there are.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: no such run folder; {_runs_to_name()}")
+    if not (run_dir / METRICS_FILE).is_file():
+        raise UserError(f"{run_dir} holds no {METRICS_FILE}, so it is no run folder; {_runs_to_name()}")
+    return run_dir / METRICS_FILE
+
+
+def _runs_to_name() -> str:
+    """The newest runs below `logs`, in one clause of a message; an example where there are none."""
+    logs = Path("logs")
+    found = [path for pattern in ("exp_*", "*/exp_*") for path in logs.glob(pattern) if run_number(path) is not None]
+    found = [path for path in found if (path / METRICS_FILE).is_file()]
+    if not found:
+        return f"name one such as {EXAMPLE}"
+    newest = sorted(found, key=lambda path: (-(path / METRICS_FILE).stat().st_mtime, path))[:NAMED]
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return f"below {logs} there are {', '.join(map(str, newest))}{more}"
 
 
 def find_run(asked: str, log_dir: Path) -> Path:

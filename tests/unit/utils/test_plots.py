@@ -1,6 +1,7 @@
 """Pictures and the report."""
 
 import base64
+import os
 import re
 
 import pytest
@@ -96,6 +97,22 @@ def test_steps_are_whole_numbers_and_errors_are_drawn(tmp_path, monkeypatch):
         assert all(tick == int(tick) for tick in axes.get_xticks()), title
     assert panels["Reward"].collections, "a band of one standard error"
     assert panels["Validation accuracy"].containers, "bars of one standard error"
+
+
+def test_the_error_of_a_missing_run_names_runs_there_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"name one such as logs/grpo-dsv4-tiny-qat/exp_001$"):
+        plot_run("logs/exp_001")
+    for number in range(1, 8):
+        run = tmp_path / f"logs/recipe-{number % 2}/exp_{number:03d}"
+        run.mkdir(parents=True)
+        append_step(run / "metrics.jsonl", 1, {"train/reward": 0.5})
+        os.utime(run / "metrics.jsonl", (number, number))
+    (tmp_path / "logs/recipe-1/exp_009").mkdir()  # no metrics
+    with pytest.raises(UserError) as error:
+        plot_run("logs/exp_001")
+    newest = ", ".join(f"logs/recipe-{number % 2}/exp_{number:03d}" for number in (7, 6, 5, 4, 3))
+    assert str(error.value) == f"logs/exp_001: no such run folder; below logs there are {newest} and 2 more"
 
 
 def test_a_text_among_the_numbers_is_named_with_its_line(tmp_path):
