@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.utils.console import phase_seconds
 from nemo_rl_dsv4.utils.metrics_file import read_steps
-from nemo_rl_dsv4.utils.plots import COLORS, INK, running_mean, save_png, series, style_axes
-from nemo_rl_dsv4.utils.run_folder import METRICS_FILE
+from nemo_rl_dsv4.utils.plots import COLORS, INK, PHASE_COLORS, running_mean, save_png, series, style_axes, with_colors
+from nemo_rl_dsv4.utils.run_folder import metrics_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +27,9 @@ ENDS = 50
 SETTLED = 10
 """Steps at the beginning of a run that compile kernels; left out of step times where there are more."""
 SMOOTHING = 9
+SHOWN_SHARE = 0.01
+"""Phases with less than this share of the longest bar are not drawn."""
+LEGEND_COLUMNS = 3
 MAX_RUNS = len(COLORS)
 """Runs that one picture tells apart."""
 PANELS = (
@@ -44,11 +47,9 @@ def training_records(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl.
 
     Raises:
-        UserError: the folder holds none, or no training step.
+        UserError: no such folder, no such file in it, or no training step.
     """
-    path = Path(run_dir) / METRICS_FILE
-    if not path.is_file():
-        raise UserError(f"{run_dir} holds no {METRICS_FILE}; name a run folder such as logs/RECIPE/exp_001")
+    path = metrics_of(run_dir)
     records = read_steps(path)
     if not any(record.get("train/reward") is not None for record in records):
         raise UserError(f"{path} has no training step (a line with train/reward); name a run that has trained")
@@ -117,7 +118,9 @@ def draw_comparison(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
         _lines(panel, runs, title, name, log=log)
     _bars(axes[-1], runs)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels), frameon=False, fontsize=10)
+    fitting = int(figure.get_figwidth() * 72 / (6.2 * max(map(len, labels)) + 50))  # points, as the font's size
+    columns = max(1, min(len(labels), fitting))
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=10)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_png(figure, path)
@@ -141,15 +144,24 @@ def _lines(axes: Axes, runs: Mapping[str, Sequence[Record]], title: str, name: s
 
 
 def _bars(axes: Axes, runs: Mapping[str, Sequence[Record]]) -> None:
+    """One bar a run, its name above it, and the legend below the bars; phases that no bar would show are left out."""
     style_axes(axes, "Seconds a step by phase (median)", "seconds")
-    timed = [step_seconds([r for r in records if r.get("train/reward") is not None])[1] for records in runs.values()]
-    names = sorted({name for phases in timed for name in phases}, key=lambda name: -sum(p.get(name, 0) for p in timed))
+    axes.set_yticks([])
+    timed = [
+        with_colors(step_seconds([r for r in records if r.get("train/reward") is not None])[1])
+        for records in runs.values()
+    ]
+    longest = max(sum(phases.values()) for phases in timed)
+    names = [n for n in PHASE_COLORS if any(p.get(n, 0.0) >= SHOWN_SHARE * longest for p in timed)] if longest else []
     left = [0.0] * len(timed)
-    for name, color in zip(names[: len(COLORS)], COLORS, strict=False):
+    for name in names:
         widths = [phases.get(name, 0.0) for phases in timed]
-        axes.barh(range(len(timed)), widths, left=left, color=color, label=name, height=0.6)
+        axes.barh(range(len(timed)), widths, left=left, color=PHASE_COLORS[name], label=name, height=0.5)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(timed)), list(runs), color=INK)
+    for row, run in enumerate(runs):
+        axes.text(0.01, row - 0.3, run, transform=axes.get_yaxis_transform(), color=INK, fontsize=8.5, va="bottom")
     if names:
-        axes.set_ylim(len(timed) - 0.5 + 0.3 * len(timed), -0.5)  # room for the legend below the bars
-        axes.legend(fontsize=7.5, frameon=False, ncols=4, loc="lower center")
+        below = 0.05 + 0.07 * -(-len(names) // LEGEND_COLUMNS)  # share of the height that the legend takes
+        axes.set_ylim((len(timed) - 0.7) + len(timed) * below / (1.0 - below), -0.7)
+        axes.set_xlim(0.0, 1.06 * max(left))
+        axes.legend(fontsize=7.5, frameon=False, ncols=LEGEND_COLUMNS, loc="lower center", columnspacing=1.2)

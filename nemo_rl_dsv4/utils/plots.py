@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,22 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 INK, GRID, RAW = "#20262e", "#dde2e8", 0.3
 COLORS = ("#2563a8", "#d9782d", "#3a8f5c", "#8b5fbf", "#c2485a", "#7a8794", "#c9a227", "#3aa6b9")
+OTHERS = "others"
+PHASE_COLORS = {
+    "rollout": "#12355b",
+    "refit": "#f2a7b5",
+    "training": "#e9d8a6",
+    "logprobs": "#7a4a26",
+    "validation": "#a7d3ee",
+    "checkpoint": "#5a2a4f",
+    "rewards": "#c9e4a5",
+    "advantages": "#d9b8f0",
+    "batching": "#4b5a2a",
+    "training_prep": "#f7c59f",
+    "exposed_generation": "#0f5257",
+    OTHERS: "#c9d0d8",
+}
+"""The same phase has the same color in every picture, and none of them is a line's; phases without one are `OTHERS`."""
 SMOOTHING = 5
 SHOWN_PHASES = 6
 
@@ -35,6 +51,15 @@ def running_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]
     return means
 
 
+def with_colors(phases: Mapping[str, float]) -> dict[str, float]:
+    """Phase -> seconds, those that have no color of their own added up as `OTHERS`."""
+    named: dict[str, float] = {}
+    for name, seconds in phases.items():
+        shown = name if name in PHASE_COLORS else OTHERS
+        named[shown] = named.get(shown, 0.0) + seconds
+    return named
+
+
 def draw_summary(records: Sequence[Record], path: Path, title: str) -> None:
     """Draws nine panels into a PNG; reward and accuracy with one standard error up and down."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -48,8 +73,8 @@ def draw_summary(records: Sequence[Record], path: Path, title: str) -> None:
     _error_band(axes[0, 0], records, "train/reward", "train/reward_stderr")
     _line(axes[0, 1], records, "Validation accuracy", [("validation/accuracy", "")], marker="o")
     _error_bars(axes[0, 1], records, "validation/accuracy", "validation/accuracy_stderr")
-    kl = [("train/gen_kl_error", "k3: rollout || training"), ("train/policy_kl_error", "k3: training || rollout")]
-    _line(axes[0, 2], records, "KL between trainer and rollout", kl, log=True)
+    kl = [("train/gen_kl_error", "rollout || training"), ("train/policy_kl_error", "training || rollout")]
+    _line(axes[0, 2], records, "KL (k3)", kl, log=True, smooth=True)
     difference = [("training/rollout_probs_diff_mean", "mean"), ("training/rollout_probs_diff_max", "largest")]
     _line(axes[1, 0], records, "Probability difference", difference, log=True)
     _line(axes[1, 1], records, "Entropy", [("train/approx_entropy", "")], smooth=True)
@@ -126,10 +151,14 @@ def _line(
     smooth: bool = False,
     marker: str | None = None,
 ) -> None:
-    """One or two metrics over steps; `smooth` adds a running mean over the raw values."""
+    """One or two metrics over steps.
+
+    `smooth` draws a running mean over the raw values; the second is dashed, so that the first shows where both
+    are equal.
+    """
     _over_steps(axes, title)
     drawn = False
-    for (name, label), color in zip(lines, COLORS, strict=False):
+    for (name, label), color, dashes in zip(lines, COLORS, ("-", (0, (3, 1.5))), strict=False):
         steps, values = series(records, name)
         if log:
             kept = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
@@ -137,25 +166,29 @@ def _line(
         if not steps:
             continue
         drawn = True
+        line = dashes if smooth else "-"
         few = marker or ("o" if len(steps) < 3 else None)
         if smooth and len(steps) > SMOOTHING:
-            axes.plot(steps, values, color=color, alpha=RAW, linewidth=1)
-            axes.plot(steps, running_mean(values), color=color, linewidth=2, label=f"mean of {SMOOTHING} steps")
+            axes.plot(steps, values, color=color, alpha=RAW, linewidth=0.8)
+            label = label or f"mean of {SMOOTHING} steps"
+            axes.plot(steps, running_mean(values), color=color, linewidth=1.8, linestyle=line, label=label)
         else:
-            axes.plot(steps, values, color=color, linewidth=1.8, marker=few, markersize=4, label=label or None)
+            look = {"linewidth": 1.8, "linestyle": line, "marker": few, "markersize": 4}
+            axes.plot(steps, values, color=color, label=label or None, **look)
     if not drawn:
         _no_data(axes)
         return
     if log:
         axes.set_yscale("log")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, frameon=False)
+        beside_title = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+        axes.legend(fontsize=8, frameon=False, ncols=2, columnspacing=1.0, handlelength=1.8, **beside_title)
 
 
 def _phases(axes: Axes, records: Sequence[Record]) -> None:
     """Seconds of each phase, stacked; small phases are added up."""
     _over_steps(axes, "Seconds by phase")
-    timed = [(record["step"], phase_seconds(record)) for record in records]
+    timed = [(record["step"], with_colors(phase_seconds(record))) for record in records]
     timed = [(step, phases) for step, phases in timed if phases]
     if not timed:
         _no_data(axes)
@@ -164,15 +197,15 @@ def _phases(axes: Axes, records: Sequence[Record]) -> None:
     for _, phases in timed:
         for name, seconds in phases.items():
             totals[name] = totals.get(name, 0.0) + seconds
-    ranked = sorted(totals, key=lambda name: -totals[name])
+    ranked = sorted(totals, key=lambda name: (name == OTHERS, -totals[name]))
     named, others = ranked[:SHOWN_PHASES], ranked[SHOWN_PHASES:]
     steps = [step for step, _ in timed]
     bottom = [0.0] * len(timed)
     layers = [(name, [phases.get(name, 0.0) for _, phases in timed]) for name in named]
     if others:
-        layers.append(("others", [sum(phases.get(name, 0.0) for name in others) for _, phases in timed]))
-    for (name, heights), color in zip(layers, (*COLORS[:SHOWN_PHASES], COLORS[-1]), strict=False):
-        axes.bar(steps, heights, bottom=bottom, width=1.0, color=color, label=name, linewidth=0)
+        layers.append((OTHERS, [sum(phases.get(name, 0.0) for name in others) for _, phases in timed]))
+    for name, heights in layers:
+        axes.bar(steps, heights, bottom=bottom, width=1.0, color=PHASE_COLORS[name], label=name, linewidth=0)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     axes.set_ylabel("seconds", fontsize=9, color=INK)
     axes.set_ylim(0, max(bottom) * 1.35 or 1.0)

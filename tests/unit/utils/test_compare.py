@@ -8,8 +8,11 @@ from matplotlib.image import imread
 
 from nemo_rl_dsv4.cli.main import main
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.utils import compare
 from nemo_rl_dsv4.utils.compare import MAX_RUNS, step_seconds, summarize_run, training_records
+from nemo_rl_dsv4.utils.console import PHASE_LABELS
 from nemo_rl_dsv4.utils.metrics_file import append_step
+from nemo_rl_dsv4.utils.plots import COLORS, OTHERS, PHASE_COLORS, with_colors
 
 
 def step(number: int, k3: float, **more: float) -> dict[str, float]:
@@ -75,6 +78,8 @@ def test_runs_are_drawn_into_one_picture(tmp_path, capsys) -> None:
 def test_bad_input(tmp_path, capsys) -> None:
     with pytest.raises(UserError, match="holds no metrics.jsonl"):
         training_records(tmp_path)
+    with pytest.raises(UserError, match="no such run folder"):
+        training_records(tmp_path / "nowhere")
     append_step(tmp_path / "metrics.jsonl", 0, {"validation/accuracy": 0.5})
     with pytest.raises(UserError, match="has no training step"):
         training_records(tmp_path)
@@ -99,3 +104,52 @@ def test_what_would_be_drawn_wrongly_is_refused_before_anything_is_written(tmp_p
         assert main(["plot", *words]) == 2
         assert message in capsys.readouterr().err
     assert Path(metrics).read_bytes() == before and not Path(png).exists()
+
+
+def test_a_phase_has_one_color_in_every_picture_and_no_line_has_it() -> None:
+    """Colors followed the order of the bars: blue was refit in one picture, training in another, and a run in both."""
+    assert {*PHASE_LABELS.values(), "training_prep", "exposed_generation", OTHERS} == set(PHASE_COLORS)
+    assert len({*PHASE_COLORS.values(), *COLORS}) == len(PHASE_COLORS) + len(COLORS)
+    assert with_colors({"refit": 1.0, "new": 2.0, "newer": 0.5}) == {"refit": 1.0, OTHERS: 2.5}
+
+
+def drawn(monkeypatch, tmp_path, runs):
+    """The panel of bars, laid out: each drawn phase -> its bars."""
+    figures = []
+    monkeypatch.setattr(compare, "save_png", lambda figure, path: figures.append(figure))
+    compare.draw_comparison(runs, tmp_path / "picture.png")
+    (figure,) = figures
+    figure.draw_without_rendering()
+    panel = figure.axes[-1]
+    return figure, panel, {bars.get_label(): bars.patches for bars in panel.containers}
+
+
+def test_bars_leave_out_what_nobody_can_see(monkeypatch, tmp_path) -> None:
+    short = step(1, 1.0, **{"timing/train/policy_training": 6.77, "timing/train/reward_calculation": 0.05})
+    long = step(1, 1.0, **{"timing/train/policy_training": 6.7, "timing/train/data_processing": 0.11})
+    _, panel, bars = drawn(monkeypatch, tmp_path, {"short": [short], "long": [long]})
+    longest = 3.0 + 0.2 + 6.77 + 0.05
+    assert list(bars) == ["rollout", "refit", "training", "batching"]  # rewards: 0.5 % of the longest
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == list(bars)
+    assert [patch.get_width() for patch in bars["training"]] == pytest.approx([6.77, 6.7])
+    assert bars["training"][1].get_x() == pytest.approx(3.2)
+    for name, patches in bars.items():
+        assert {f"#{bytes(round(255 * c) for c in p.get_facecolor()[:3]).hex()}" for p in patches} == {
+            PHASE_COLORS[name]
+        }
+    assert panel.get_xlim()[1] > 1.03 * longest, "the longest bar ends before the edge"
+
+
+def test_legends_are_inside_the_picture_and_off_the_bars(monkeypatch, tmp_path) -> None:
+    """The legend of seconds by phase was cut off at the picture's edge."""
+    names = (*PHASE_LABELS, "training_prep", "exposed_generation", "new")
+    times = {f"timing/train/{name}": 1.0 for name in names}
+    runs = {f"grpo-dsv4-{'long-' * 8}name-{n}/exp_001": [step(1, 1.0, **times)] for n in range(MAX_RUNS)}
+    figure, panel, bars = drawn(monkeypatch, tmp_path, runs)
+    assert set(bars) == set(PHASE_COLORS)
+    legend = panel.get_legend().get_window_extent()
+    assert panel.bbox.x0 <= legend.x0 and legend.x1 <= panel.bbox.x1 and panel.bbox.y0 <= legend.y0
+    assert legend.y1 <= min(patch.get_window_extent().y0 for patch in bars["rollout"])
+    (names_of_runs,) = figure.legends
+    extent = names_of_runs.get_window_extent()
+    assert figure.bbox.x0 <= extent.x0 and extent.x1 <= figure.bbox.x1 and extent.y1 <= figure.bbox.y1

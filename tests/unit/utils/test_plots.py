@@ -99,6 +99,45 @@ def test_steps_are_whole_numbers_and_errors_are_drawn(tmp_path, monkeypatch):
     assert panels["Validation accuracy"].containers, "bars of one standard error"
 
 
+def test_equal_curves_and_legends_hide_nothing(tmp_path, monkeypatch):
+    """Of the two KL curves the second covered the first, and the legend lay on both."""
+    write_run(tmp_path)
+    records = [{**r, "train/policy_kl_error": r["train/gen_kl_error"]} for r in read_steps(tmp_path / "metrics.jsonl")]
+    for shown in (records, records[:3]):
+        figures = []
+        monkeypatch.setattr(plots, "save_png", lambda figure, path, into=figures: into.append(figure))
+        plots.draw_summary(shown, tmp_path / "picture.png", "title")
+        (figure,) = figures
+        figure.draw_without_rendering()
+        panel = figure.axes[2]
+        labelled = [line for line in panel.lines if not line.get_label().startswith("_")]
+        assert [line.get_label() for line in labelled] == ["rollout || training", "training || rollout"]
+        assert [line.get_linestyle() for line in labelled] == ["-", "--"]
+        values = [record["train/gen_kl_error"] for record in shown]
+        expected = running_mean(values) if shown is records else values
+        for line in labelled:
+            assert list(line.get_ydata()) == pytest.approx(expected)
+        for axes in figure.axes[:-1]:
+            if axes.get_legend() is not None:
+                extent = axes.get_legend().get_window_extent()
+                assert extent.y0 >= axes.bbox.y1 and extent.x1 <= figure.bbox.x1
+                assert extent.x0 > axes._left_title.get_window_extent().x1, axes.get_title(loc="left")
+
+
+def test_phases_keep_their_colors_whichever_is_longest(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "save_png", lambda figure, path: figures.append(figure))
+    for training in (1.0, 9.0):
+        times = {"timing/train/generation": 3.0, "timing/train/policy_training": training, "timing/train/new": 0.5}
+        plots.draw_summary([{"step": 1, **times}], tmp_path / "picture.png", "title")
+    for figure, order in zip(figures, (["rollout", "training"], ["training", "rollout"]), strict=True):
+        bars = figure.axes[-1].containers
+        assert [layer.get_label() for layer in bars] == [*order, plots.OTHERS]
+        for layer in bars:
+            color = bytes(round(255 * c) for c in layer.patches[0].get_facecolor()[:3]).hex()
+            assert f"#{color}" == plots.PHASE_COLORS[layer.get_label()]
+
+
 def test_the_error_of_a_missing_run_names_runs_there_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"name one such as logs/grpo-dsv4-tiny-qat/exp_001$"):
