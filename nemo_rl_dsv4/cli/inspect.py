@@ -36,7 +36,9 @@ def run(options: argparse.Namespace) -> int:
     """Prints what the folder holds and everything wrong with it."""
     from rich.console import Console
 
+    from nemo_rl_dsv4.cli.training_source import what_training_left
     from nemo_rl_dsv4.model.checkpoint.check import check_checkpoint
+    from nemo_rl_dsv4.model.checkpoint.serving import export_command
     from nemo_rl_dsv4.model.checkpoint.summary import summarize
     from nemo_rl_dsv4.model.checkpoint.values import deep_problems
     from nemo_rl_dsv4.utils.progress import progress
@@ -44,6 +46,11 @@ def run(options: argparse.Namespace) -> int:
     directory = Path(options.directory)
     if not directory.is_dir():
         raise UserError(f"inspect: {directory} is no folder; give the folder that holds config.json")
+    if (training := what_training_left(directory)) is not None:
+        raise UserError(
+            f"inspect: {directory} {training}, in torch's distributed format; `{export_command(directory)}` makes a "
+            "servable one"
+        )
     checked = check_checkpoint(directory, for_training=False)
     deep = options.deep and checked.config is not None
     if options.deep and not deep:

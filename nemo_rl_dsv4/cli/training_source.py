@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+def what_training_left(folder: Path) -> str | None:
+    """What a folder is that `find_step` takes for a step or for a run's steps, in words; None for any other."""
+    if (folder / "config.json").is_file():
+        return None
+    if _is_step(folder):
+        return "is a training checkpoint"
+    return "holds training checkpoints" if _has_steps(folder) else None
+
+
 def find_step(source: Path, console: Console) -> Path | None:
     """The step folder that `source` names, its files checked against the manifest; None for any other folder.
 
@@ -31,7 +40,7 @@ def find_step(source: Path, console: Console) -> Path | None:
         raise UserError(f"{source} is no folder; give a checkpoint, a run's step_N folder, or a run's folder")
     if (source / "config.json").is_file():
         return None
-    if any((source / name).exists() for name in (MANIFEST, INFO, POLICY)):
+    if _is_step(source):
         console.print(f"checking the files of {source} against their hashes", highlight=False, soft_wrap=True)
         read_checkpoint(source)
         return source
@@ -46,6 +55,10 @@ def find_step(source: Path, console: Console) -> Path | None:
         console.print(f"passed over: {message}", highlight=False, soft_wrap=True, markup=False)
     console.print(f"taking {step}", highlight=False, soft_wrap=True)
     return step
+
+
+def _is_step(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (MANIFEST, INFO, POLICY))
 
 
 def _has_steps(folder: Path) -> bool:

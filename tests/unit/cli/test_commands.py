@@ -67,6 +67,23 @@ def test_profiles_diff_ends_with_1_where_two_differ(capsys):
     assert "exit 0 if they agree, 1 if they differ" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("part", ["manifest.json", "training_info.json", "policy/"])
+def test_inspect_of_a_training_checkpoint_says_how_to_make_a_servable_one(capsys, tmp_path, part):
+    """It printed an empty table and two problems: no config.json, no model.safetensors."""
+    step = tmp_path / "exp_001" / "step_40"
+    step.mkdir(parents=True)
+    (step / part).mkdir() if part.endswith("/") else (step / part).write_text("{}")
+    for folder, is_what in ((step, "is a training checkpoint"), (step.parent, "holds training checkpoints")):
+        assert main(["inspect", str(folder), "--deep"]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "" and shown.err.count("\n") == 1
+        assert f"{folder} {is_what}" in shown.err
+        assert f"`nemo-rl-dsv4 convert {folder} {folder}-fp8 --to fp8`" in shown.err
+    (step / "config.json").write_text("{")
+    assert main(["inspect", str(step)]) == 1
+    assert "config.json: cannot be read" in capsys.readouterr().out
+
+
 def test_plot_names_what_it_wrote(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n{"step": 2, "train/reward": 0.6}\n')
     assert main(["plot", str(tmp_path), "--json"]) == 0
