@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nemo_rl_dsv4.mismatch.study import EVERYTHING, FP8_PRODUCTS, NOTHING, REPLAY, REPLAY_FP8, Kind
+from nemo_rl_dsv4.mismatch.study import EVERYTHING, FP8_PRODUCTS, NOTHING, REPLAY, REPLAY_FP8, ROUTING_WEIGHT, Kind
 from nemo_rl_dsv4.model.qat import SWITCHES as ROUNDING
 from nemo_rl_dsv4.numerics.alignment import DIFFERENCES
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
-
-ROUTING_WEIGHT = "routing_weight_after_down"
-"""Rounding of the experts' hidden state needs it."""
 
 
 @dataclass(frozen=True)

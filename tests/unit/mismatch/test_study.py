@@ -47,6 +47,17 @@ def test_what_another_order_of_additions_would_do_is_set_beside_the_distance() -
     assert rows(replace(study(), other_sums=mismatch(1e-5)))[-1]["trainer"] == "trainer: against itself, other sums"
 
 
+def test_what_can_only_be_left_out_together_with_experts_is_nothing_to_fix_by_itself() -> None:
+    """The verdict named routing_weight_after_down, whose row also leaves out the rounding of experts."""
+    made = study(weights=5e-2, experts=4e-3, routing_weight_after_down=6e-3)
+    said = conclusions(made)
+    assert said[3] == "Then, in this order: experts (4.00e-03)."
+    assert not any("routing_weight_after_down" in sentence for sentence in said)
+    assert "routing_weight_after_down" in [row["trainer"] for row in rows(made)]
+    alone = conclusions(study(weights=5e-2, routing_weight_after_down=6e-3))
+    assert alone[3] == "Then, in this order: routing_weight_after_down (6.00e-03)."
+
+
 def test_no_site_stands_out() -> None:
     assert conclusions(study(kv=1.05e-3))[-1] == (
         "Leaving any one of them out changes k3 by less than its confidence interval."
