@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_rl_dsv4.config import MasterConfig
-from nemo_rl_dsv4.config.topology import mesh_axes, ranks
+from nemo_rl_dsv4.config.topology import mesh_axes, ranks, sequence_multiple
 from nemo_rl_dsv4.planning.hardware import GIB
 from nemo_rl_dsv4.planning.layout import Placement
 from nemo_rl_dsv4.planning.plan import Plan
@@ -24,6 +24,7 @@ def as_document(plan: Plan, gpu: str | None) -> dict[str, Any]:
         "findings": plan.findings,
         "gpu": {"name": gpu, "bytes": plan.gpu},
         "ranks": {"world": plan.sizes.world, "dp_shard": plan.sizes.dp, "cp": plan.sizes.cp, "ep": plan.sizes.ep},
+        "row_length": plan.row_length,
         "parameters": plan.layout.parameters,
         "active_parameters": plan.layout.active_parameters(plan.hf_config["num_experts_per_tok"]),
         "placements": [
@@ -59,6 +60,7 @@ def print_plan(plan: Plan, config: MasterConfig, gpu: str | None, console: Conso
         console.print(Text(title, style="bold"))
         console.print(table)
         console.print()
+    console.print(Text(_rows(plan, config)), soft_wrap=True)
     engine = plan.engine
     if engine is not None:
         console.print(
@@ -173,6 +175,19 @@ def _memory(plan: Plan) -> Table:
         table.add_row(name, *("" if size is None else f"{size / GIB:.2f}" for size in cells))
     table.add_row("total", *(f"{total / GIB:.2f}" for total in plan.totals.values()), style="bold")
     return table
+
+
+def _rows(plan: Plan, config: MasterConfig) -> str:
+    """Which rows the activations are those of, and whether others need less."""
+    length = config.policy.max_total_sequence_length
+    padded = f", padded to {plan.row_length}" if plan.row_length != length else ""
+    if config.policy.sequence_packing.enabled:
+        others = "packing fills them with shorter ones"
+    elif sequence_multiple(config) >= length:
+        others = "shorter rows are padded to as much"
+    else:
+        others = "shorter rows need less"
+    return f"Activations: rows of max_total_sequence_length {length}{padded}; {others}"
 
 
 def _traffic(plan: Plan) -> Table:

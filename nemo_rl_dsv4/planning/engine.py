@@ -21,11 +21,15 @@ WHOLE_ON_EVERY_RANK = (".wq_a.", ".wkv.", ".compressor.", ".gate.", ".hc_", "nor
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Bytes on each GPU of one engine, and how many tokens its KV pool holds."""
+    """Bytes on each GPU of one engine, and how many tokens its KV pool holds.
+
+    `budget` is weights, runtime and pool; `kv_windows` is what the sliding windows take of the pool.
+    """
 
     weights: int
     budget: int
     kv_pool: int
+    kv_windows: int
     kv_bytes_per_token: float
     kv_bytes_per_sequence: int
     sequences_per_engine: int
@@ -34,7 +38,8 @@ class EnginePlan:
     @property
     def tokens_held(self) -> int:
         """Tokens of full-length sequences that fit the pool at once."""
-        return max(int(self.kv_pool / self.kv_bytes_per_token), 0) if self.kv_bytes_per_token else 0
+        left = self.kv_pool - self.kv_windows
+        return max(int(left / self.kv_bytes_per_token), 0) if self.kv_bytes_per_token else 0
 
 
 def weight_bytes_per_rank(hf_config: Mapping[str, Any], *, fp8: bool, tensor_parallel: int) -> int:
@@ -71,8 +76,9 @@ def kv_bytes(hf_config: Mapping[str, Any], *, fp8: bool) -> tuple[float, int]:
 def plan_engine(
     hf_config: Mapping[str, Any],
     *,
-    gpu: int,
+    gpu: int | None,
     utilization: float,
+    pool: int | None,
     tensor_parallel: int,
     engines: int,
     sequences: int,
@@ -80,12 +86,13 @@ def plan_engine(
     fp8_weights: bool,
     fp8_kv: bool,
 ) -> EnginePlan:
-    """Divide an engine's share of one GPU.
+    """Divide an engine's share of one GPU; as in vLLM, a pool of a stated size has no regard to the share.
 
     Args:
         hf_config: official-style configuration.
-        gpu: memory of the GPU in bytes.
+        gpu: memory of the GPU in bytes; None needs a stated pool.
         utilization: `vllm_cfg.gpu_memory_utilization`.
+        pool: `vllm_kwargs.kv_cache_memory_bytes`; None leaves to the pool what weights and runtime leave of the share.
         tensor_parallel: ranks of one engine.
         engines: engines in the cluster.
         sequences: sequences of one step, dealt over the engines.
@@ -94,14 +101,16 @@ def plan_engine(
         fp8_kv: the KV cache is fp8_ds_mla.
     """
     weights = weight_bytes_per_rank(hf_config, fp8=fp8_weights, tensor_parallel=tensor_parallel)
-    budget = int(gpu * utilization)
+    if pool is None:
+        assert gpu is not None
+        pool = int(gpu * utilization) - weights - RUNTIME_BYTES
     per_token, per_sequence = kv_bytes(hf_config, fp8=fp8_kv)
     here = -(-sequences // engines)
-    windows = min(here, 256) * per_sequence
     return EnginePlan(
         weights=weights,
-        budget=budget,
-        kv_pool=budget - weights - RUNTIME_BYTES - windows,
+        budget=weights + RUNTIME_BYTES + pool,
+        kv_pool=pool,
+        kv_windows=min(here, 256) * per_sequence,
         kv_bytes_per_token=per_token,
         kv_bytes_per_sequence=per_sequence,
         sequences_per_engine=here,

@@ -1,8 +1,8 @@
 """Bytes on one GPU by part and phase. Every function is one formula; sizes come from the laid-out model.
 
 A step of a colocated run has four phases on the same GPU: the engine generates, the trainer scores, the trainer trains,
-and weights go from trainer to engine (refit). What is on the GPU in each follows NeMo-RL's order: the engine sleeps
-while the trainer works; optimizer state leaves before a refit, everything of the trainer before generation.
+and weights go from trainer to engine (refit). What is on the GPU in each follows NeMo-RL's order: optimizer state
+leaves before a refit, everything of the trainer before generation. An engine is there in all four, unless it sleeps.
 """
 
 from __future__ import annotations

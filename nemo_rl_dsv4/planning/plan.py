@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from nemo_rl_dsv4.policy.parallel import ParallelSizes
 
 LAYOUT = "policy.dtensor_cfg"
 ENGINE = "policy.generation.vllm_cfg"
+POOL = "kv_cache_memory_bytes"
 STAGES = 4
 """Calls of `on_stage`: model configuration, layout, forward, sums."""
 
@@ -109,13 +110,14 @@ def _engine(config: MasterConfig, hf_config: dict[str, Any], gpu: int | None) ->
     generation = config.policy.generation
     if generation.backend != "vllm" or not generation.colocated.enabled:
         return None
-    cfg = generation.vllm_cfg
-    if gpu is None:
+    cfg, pool = generation.vllm_cfg, generation.vllm_kwargs.get(POOL)
+    if gpu is None and pool is None:
         return None
     return plan_engine(
         hf_config,
         gpu=gpu,
         utilization=cfg.gpu_memory_utilization,
+        pool=pool,
         tensor_parallel=cfg.tensor_parallel_size * cfg.pipeline_parallel_size,
         engines=config.world_size // (cfg.tensor_parallel_size * cfg.pipeline_parallel_size),
         sequences=batch_flow(config).rollouts,
@@ -145,7 +147,6 @@ def _phases(
         "policy.max_total_sequence_length",
     )
     runtime = Part("driver and libraries (assumed)", RUNTIME_BYTES if on_gpu else 0)
-    asleep = Part("sleeping engine (assumed)", RUNTIME_BYTES if engine else 0)
     weights = Part("weights", mem.weight_bytes(layout), shrink)
     gathered = Part("gathered weights", layout.gathered_bytes, ())
     optimizer = Part("optimizer states", mem.optimizer_bytes(layout), shrink)
@@ -167,6 +168,7 @@ def _phases(
         (f"{LAYOUT}.automodel_kwargs.backend.dispatcher",),
     )
     both = [weights, gathered, reference, rounded, dispatch]
+    of_engine = _engine_parts(config, engine)
 
     def logits(training: bool) -> Part:
         size = mem.logits_bytes(tokens, hf_config["vocab_size"], policy.logprob_chunk_size, training=training)
@@ -181,7 +183,7 @@ def _phases(
             optimizer,
             Part("activations", activations, rows),
             logits(True),
-            asleep,
+            *of_engine["training"],
             runtime,
         ],
         "scoring": [
@@ -189,31 +191,45 @@ def _phases(
             *([] if policy.offload_optimizer_for_logprob else [optimizer]),
             Part("activations", mem.scoring_bytes(forward.blocks), rows),
             logits(False),
-            asleep,
+            *of_engine["scoring"],
             runtime,
         ],
     }
     if engine is not None:
         buffer = int((policy.generation.vllm_cfg.refit_buffer_size_gb or 1) * GIB)
-        tensor_parallel = f"{ENGINE}.tensor_parallel_size"
-        engine_weights = Part("engine weights", engine.weights, (tensor_parallel,))
         phases["refit"] = [
             weights,
             rounded,
             Part("largest tensor made whole", mem.gathered_tensor_bytes(layout)),
             Part("refit buffers (two)", 2 * buffer, (f"{ENGINE}.refit_buffer_size_gb",)),
-            engine_weights,
-            Part("engine's driver and libraries (assumed)", RUNTIME_BYTES),
+            *of_engine["refit"],
             runtime,
         ]
-        phases["generation"] = [
-            engine_weights,
-            Part("KV pool", max(engine.kv_pool, 0), (f"{ENGINE}.gpu_memory_utilization",)),
-            Part("KV windows", max(engine.budget - engine.weights - RUNTIME_BYTES - max(engine.kv_pool, 0), 0)),
-            Part("engine's driver and libraries (assumed)", RUNTIME_BYTES),
-            runtime,
-        ]
+        phases["generation"] = [*of_engine["generation"], runtime]
     return {phase: [part for part in parts if part.bytes] for phase, parts in phases.items()}
+
+
+def _engine_parts(config: MasterConfig, engine: EnginePlan | None) -> Phases:
+    """What a colocated engine holds in each phase: all it has, unless it sleeps; then its pool comes after a refit."""
+    if engine is None:
+        return {"training": [], "scoring": [], "refit": [], "generation": []}
+    weights = Part("engine weights", engine.weights, (f"{ENGINE}.tensor_parallel_size",))
+    pool = Part("KV pool", max(engine.kv_pool, 0), _pool_keys(config)[:1])
+    runtime = Part("engine's driver and libraries (assumed)", RUNTIME_BYTES)
+    generation = [weights, pool, runtime]
+    if config.policy.dsv4.engine_sleep:
+        asleep = [Part("sleeping engine (assumed)", RUNTIME_BYTES)]
+        return {"training": asleep, "scoring": asleep, "refit": [weights, runtime], "generation": generation}
+    idle_weights, idle_pool = (replace(part, keys=(*part.keys, "policy.dsv4.engine_sleep")) for part in (weights, pool))
+    awake = [idle_weights, idle_pool, runtime]
+    return {"training": awake, "scoring": awake, "refit": [weights, idle_pool, runtime], "generation": generation}
+
+
+def _pool_keys(config: MasterConfig) -> tuple[str, ...]:
+    """Keys that decide the size of the KV pool, first the one that does nothing else."""
+    if config.policy.generation.vllm_kwargs.get(POOL) is not None:
+        return (f"policy.generation.vllm_kwargs.{POOL}",)
+    return f"{ENGINE}.gpu_memory_utilization", f"{ENGINE}.tensor_parallel_size"
 
 
 def _traffic(
@@ -263,8 +279,8 @@ def _findings(config: MasterConfig, phases: Phases, engine: EnginePlan | None, g
     length = config.policy.max_total_sequence_length
     if engine is not None and engine.tokens_held < length:
         found.append(
-            f"the engine's share leaves {max(engine.kv_pool, 0) / GIB:.1f} GiB for the KV pool, less than one "
-            f"sequence of {length} tokens; raise {ENGINE}.gpu_memory_utilization or {ENGINE}.tensor_parallel_size"
+            f"the KV pool of {max(engine.kv_pool, 0) / GIB:.1f} GiB holds less than one sequence of {length} tokens "
+            f"beside {engine.kv_windows / GIB:.1f} GiB of sliding windows; raise {' or '.join(_pool_keys(config))}"
         )
     return found
 

@@ -11,7 +11,7 @@ from nemo_rl_dsv4.planning import communication as comm
 from nemo_rl_dsv4.planning import memory as mem
 from nemo_rl_dsv4.planning.engine import kv_bytes, plan_engine, weight_bytes_per_rank
 from nemo_rl_dsv4.planning.forward import BlockMemory
-from nemo_rl_dsv4.planning.hardware import GIB, gpu_bytes
+from nemo_rl_dsv4.planning.hardware import GIB, RUNTIME_BYTES, gpu_bytes
 from nemo_rl_dsv4.planning.plan import stored_parameters
 
 FLASH = {**(known_config("deepseek-ai/DeepSeek-V4-Flash") or {}), "num_nextn_predict_layers": 0}
@@ -97,11 +97,25 @@ def test_engine_weights_of_flash():
 def test_engine_pool_is_what_the_weights_leave():
     settings = {"tensor_parallel": 8, "engines": 16, "sequences": 512, "length": 3072, "fp8_weights": True}
     small, large = (
-        plan_engine(FLASH, gpu=80 * GIB, utilization=share, fp8_kv=True, **settings) for share in (0.4, 0.6)
+        plan_engine(FLASH, gpu=80 * GIB, utilization=share, pool=None, fp8_kv=True, **settings) for share in (0.4, 0.6)
     )
     assert small.kv_pool < 0 < large.kv_pool and small.tokens_held == 0
+    assert large.weights + RUNTIME_BYTES + large.kv_pool == large.budget == int(0.6 * 80 * GIB)
     assert large.sequences_per_engine == 32 and large.tokens_wanted == 32 * 3072
     assert large.kv_pool - small.kv_pool == pytest.approx(0.2 * 80 * GIB, rel=1e-6)
+
+
+def test_a_stated_pool_is_the_pool_whatever_the_share():
+    """It was ignored, and the pool worked out from the share. Windows of at most 256 sequences are part of it."""
+    settings = {"tensor_parallel": 8, "engines": 1, "sequences": 512, "length": 3072, "fp8_weights": True}
+    made = [
+        plan_engine(FLASH, gpu=gpu, utilization=share, pool=4_000_000_000, fp8_kv=True, **settings)
+        for gpu, share in ((80 * GIB, 0.1), (80 * GIB, 0.9), (None, 0.6))
+    ]
+    assert made[0] == made[1] == made[2]
+    assert made[0].kv_pool == 4_000_000_000 and made[0].kv_windows == 256 * 43 * 128 * 584
+    assert made[0].budget == made[0].weights + RUNTIME_BYTES + 4_000_000_000
+    assert made[0].tokens_held == int((4_000_000_000 - 256 * 43 * 128 * 584) / made[0].kv_bytes_per_token)
 
 
 def test_gpus_by_name_and_by_size():
