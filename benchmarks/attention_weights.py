@@ -1,6 +1,6 @@
 """Attention weights in BF16 (`attention_probs_bf16`): what they cost, and their bits against FlashMLA's kernels.
 
-    python benchmarks/attention_weights.py [--device cpu]   milliseconds with and without, forward and backward
+    python benchmarks/attention_weights.py [--device cpu]   share of outputs that change; milliseconds with and without
     python benchmarks/attention_weights.py --vllm           in vLLM's environment, on a Hopper GPU: shares of BF16
                                                             values that differ from its prefill and decode kernels
 
@@ -160,6 +160,9 @@ def compare_times(device: str, tokens: int, repeats: int) -> None:
     """Print milliseconds forward and with the backward, of one sequence."""
     query, keys, sinks = inputs(tokens, device)
     visible = causal(tokens, device)
+
+    both = [attend(scores_of(query, keys), keys, visible, sinks).bfloat16() for attend in (rounded, unrounded)]
+    print(f"BF16 outputs that rounding the weights changes: {float((both[0] != both[1]).double().mean()):.2f}")
 
     def step(attend: Callable[..., Tensor], backward: bool) -> None:
         leaf = query.float().requires_grad_(backward)

@@ -135,7 +135,7 @@ class DirectWrites:
         Raises:
             UserError: a tensor without a place.
         """
-        assert self.may_write(staged), "direct writes were not shown to be right"
+        assert self.ready, "direct writes were not shown to be right"
         self._sent = {}
         for name, data in staged.weights():
             place = self._places.get(name)

@@ -87,18 +87,23 @@ def test_other_kernel_layouts_stay_with_the_loaders(
     assert same(engine.kernel_values(), fresh.kernel_values())
 
 
-def test_a_tensor_that_follows_the_weights_unnoticed_keeps_the_loaders(expected: Any, versions: Any) -> None:  # noqa: F811
-    """An engine that derives something at load time which nobody recomputes would go on with the old one."""
-    engine = started(expected, versions, "float")
+def derives(engine: FakeEngine, attribute: str) -> None:
+    """Let the engine's loading compute a tensor beside the parameters, which nobody computes again."""
     layer = engine.model.get_submodule("model.layers.1")
     process_all = engine.process_all
 
     def derive() -> None:
         process_all()
         weight = engine.model.get_submodule("model.layers.1.attn.fused_wqa_wkv").weight
-        layer.absorbed = weight.data.float().sum(0)
+        setattr(layer, attribute, weight.data.float().sum(0))
 
     engine.process_all = derive  # type: ignore[method-assign]
+
+
+def test_a_tensor_that_follows_the_weights_unnoticed_keeps_the_loaders(expected: Any, versions: Any) -> None:  # noqa: F811
+    """An engine that derives something at load time which nobody recomputes would go on with the old one."""
+    engine = started(expected, versions, "float")
+    derives(engine, "absorbed")
     live = refitted(engine, expected, versions, 3)
     assert live.direct is not None and live.direct.reason is not None
     assert live.direct.reason.startswith("model.layers.1.absorbed (1 in all) changes with the weights")
@@ -170,17 +175,8 @@ def test_switched_off_nothing_is_observed(expected: Any, versions: Any) -> None:
 def test_weights_that_have_not_changed_yet_prove_nothing(expected: Any, versions: Any) -> None:  # noqa: F811
     """The first refits may bring what the engine holds: nothing that follows from the weights moves then."""
     engine = started(expected, versions, "float")
-    layer = engine.model.get_submodule("model.layers.1")
-    process_all = engine.process_all
-
-    def derive() -> None:
-        process_all()
-        layer.absorbed_cache = (
-            engine.model.get_submodule("model.layers.1.attn.fused_wqa_wkv").weight.data.float().sum(0)
-        )
-
-    engine.process_all = derive  # type: ignore[method-assign]
-    derive()
+    derives(engine, "absorbed_cache")
+    engine.process_all()
     live = LiveRefit(engine, checks="all", direct=True)
     for number, version in enumerate((0, 0, 0), start=1):
         live.apply(stage(expected, versions[version], number))
