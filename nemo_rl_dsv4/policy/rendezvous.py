@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 SECONDS_TO_MEET = 300.0
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE"
 _SIOCGIFADDR = 0x8915
 
 
@@ -25,6 +26,10 @@ def join_ranks(store: dist.TCPStore | tuple[str, int], *, rank: int, world: int,
     gloo tells its peers the address that the host's name resolves to, which on many systems is a loopback; without
     `GLOO_SOCKET_IFNAME` it gets the interface of Ray's address here. NCCL looks for interfaces itself, and
     `NCCL_SOCKET_IFNAME` is its own to read.
+
+    On CPUs torch's flight recorder is off unless `TORCH_FR_BUFFER_SIZE` is set: torch 2.11 adds a group to it without a
+    lock, and here two threads start collectives over gloo, training and the writer of its state. On GPUs training's go
+    over NCCL, which has a recorder of its own.
 
     Args:
         store: rank 0's, or its host and port.
@@ -36,6 +41,8 @@ def join_ranks(store: dist.TCPStore | tuple[str, int], *, rank: int, world: int,
     Raises:
         UserError: rank 0 or another rank cannot be reached from this host.
     """
+    if device == "cpu":
+        os.environ.setdefault(FLIGHT_RECORDER, "0")
     interface = None if GLOO_INTERFACE in os.environ else interface_of(address)
     if interface is not None:
         os.environ[GLOO_INTERFACE] = interface

@@ -43,6 +43,8 @@ class TrainingStateWriter:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._rank = dist.get_rank()
             self._group = dist.new_group(backend="gloo")
+            # A group's first collective enters torch's flight recorder without a lock: not from the writer's thread.
+            dist.barrier(group=self._group)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training-state")
         self._pending: Future[dict[str, str]] | None = None
 

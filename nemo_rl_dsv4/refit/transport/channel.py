@@ -8,7 +8,8 @@ to, and a sender that dies between two buckets leaves no rank stuck in one. The 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import threading
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,10 @@ SENDER = 0
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _REPORT_ONLY = "0"
 """With torch's default a collective that times out ends the process, and with it the engine."""
+_ENQUEUE = threading.Lock()
+"""torch 2.11's flight recorder keeps one map for all gloo groups of a process and adds a new one without a lock: two
+threads whose groups start collectives at once can end the process with a segmentation fault. Starting one only queues
+it. NCCL's first collective waits for the other ends inside this call, which may be threads of this process: no lock."""
 
 
 @dataclass
@@ -97,7 +102,8 @@ class Channel:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
         try:
-            return self.group.broadcast([tensor], options)
+            with _ENQUEUE if self.device.type == "cpu" else nullcontext():
+                return self.group.broadcast([tensor], options)
         except RuntimeError as error:
             raise self._failed(_first_line(error)) from error
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 import torch.distributed as dist
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.policy import rendezvous
-from nemo_rl_dsv4.policy.rendezvous import GLOO_INTERFACE, interface_of, join_ranks
+from nemo_rl_dsv4.policy.rendezvous import FLIGHT_RECORDER, GLOO_INTERFACE, interface_of, join_ranks
+from nemo_rl_dsv4.policy.training_state import TrainingStateWriter
 from nemo_rl_dsv4.refit.transport.channel import listen
 
 
@@ -29,6 +31,31 @@ def test_gloo_gets_the_interface_of_rays_address_unless_the_user_says_which(monk
     store = listen("127.0.0.1")
     join_ranks(store, rank=0, world=2, device="cpu", address="127.0.0.1")
     assert os.environ[GLOO_INTERFACE] == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "expected"), [("cpu", None, "0"), ("cpu", "2000", "2000"), ("cuda", None, None)]
+)
+def test_gloo_ranks_run_without_the_flight_recorder_unless_the_user_asks(monkeypatch, device, given, expected):
+    """Its map of groups has no lock, and the writer of training states has a thread of its own."""
+    monkeypatch.setenv(GLOO_INTERFACE, "lo")
+    monkeypatch.setenv(FLIGHT_RECORDER, given or "")  # so that what is set below is undone
+    if given is None:
+        monkeypatch.delenv(FLIGHT_RECORDER)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: None)
+    join_ranks(listen("127.0.0.1"), rank=0, world=2, device=device, address="127.0.0.1")
+    assert os.environ.get(FLIGHT_RECORDER) == expected
+
+
+def test_the_group_of_the_training_state_meets_before_its_thread_uses_it(monkeypatch):
+    met = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "new_group", lambda backend: f"a {backend} group")
+    monkeypatch.setattr(dist, "barrier", lambda group: met.append((group, threading.current_thread())))
+    TrainingStateWriter()
+    assert met == [("a gloo group", threading.main_thread())]
 
 
 def test_a_host_that_cannot_be_reached_is_one_line(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -163,6 +164,37 @@ def test_silence_ends_in_a_timeout_and_an_engine_can_join_again(stream: Items, e
     sender = BroadcastSender(again[0], capacity_bytes=CAPACITY)
     _, engine = together(lambda: sender.send(iter(stream), version=3), lambda: stage(again[1], 3, expected))
     assert engine.version == 3
+
+
+class Group:
+    """A group whose first collective takes a while, as gloo's does to queue and NCCL's does to meet the other ends."""
+
+    def __init__(self, inside: list[Any], most: list[int], meet: threading.Barrier | None) -> None:
+        self.inside, self.most, self.meet = inside, most, meet
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        self.inside.append(self)
+        self.most.append(len(self.inside))
+        if self.meet is None:
+            time.sleep(0.05)
+        else:
+            self.meet.wait()
+        self.inside.remove(self)
+        return SimpleNamespace(wait=lambda timeout: True)
+
+
+@pytest.mark.parametrize(("device", "together_inside"), [("cpu", 1), ("cuda", 3)])
+def test_ends_of_one_process_start_gloo_broadcasts_one_at_a_time(device: str, together_inside: int) -> None:
+    """torch's flight recorder is no place for two threads at once; NCCL's ends meet inside and must not wait there."""
+    inside: list[Any] = []
+    most: list[int] = []
+    meet = threading.Barrier(3, timeout=10) if device == "cuda" else None
+    ends = [
+        Channel(dist.HashStore(), Group(inside, most, meet), rank, 3, torch.device(device), 10) for rank in range(3)
+    ]
+    works = together(*(partial(end.broadcast, torch.zeros(1)) for end in ends))
+    assert [end.wait(work) for end, work in zip(ends, works, strict=True)] == [None, None, None]
+    assert max(most) == together_inside
 
 
 def test_an_end_that_does_not_come_is_named() -> None:
