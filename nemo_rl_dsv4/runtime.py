@@ -336,6 +336,7 @@ def policy_spec(config: MasterConfig, checkpoint: Path) -> PolicySpec:
         device="cuda" if config.cluster.gpus_per_node else "cpu",
         cpu_offload=layout.cpu_offload,
         offload_optimizer_for_logprob=policy.offload_optimizer_for_logprob,
+        trainer_sleep=policy.dsv4.trainer_sleep,
     )
 
 

@@ -210,6 +210,8 @@ class DSV4(Section):
     """GPU that the recipe was made for; `nemo-rl-dsv4 plan` counts its memory. Null: the plan has to be told."""
     engine_sleep: bool = False
     """vLLM engines give their GPU memory to the policy whenever they do not generate; colocated engines only."""
+    trainer_sleep: bool = False
+    """The policy keeps optimizer states in host memory during a refit and all it has while the engines generate."""
     vllm_python: str | None = None
     """Python of vLLM's own environment. Null takes `.venv-vllm/bin/python` if it is there, else the running Python."""
     tiny: TinyModel | None = None

@@ -44,6 +44,17 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
         "engine_sleep to false",
     )
     require(
+        not dsv4.trainer_sleep or dsv4.engine_sleep,
+        "policy.dsv4.trainer_sleep is true, but policy.dsv4.engine_sleep is false: an engine that stays awake takes no "
+        "more memory when it generates, so the policy need not make room; set engine_sleep to true, or trainer_sleep "
+        "to false",
+    )
+    require(
+        not (dsv4.trainer_sleep and config.policy.dtensor_cfg.cpu_offload),
+        "policy.dsv4.trainer_sleep is true and policy.dtensor_cfg.cpu_offload too, which keeps weights and optimizer "
+        "states in host memory anyway; set trainer_sleep to false",
+    )
+    require(
         not (dsv4.refit.direct and dsv4.engine_sleep),
         "policy.dsv4.refit.direct is true and policy.dsv4.engine_sleep too, but an engine that falls asleep loses what "
         "was never sent (padding); set one of them to false",

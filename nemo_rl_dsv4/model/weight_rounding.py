@@ -115,6 +115,11 @@ class WeightRounding:
         """The codes in the cache: of this rank's experts for a sharded stack, else whole; None if it is empty."""
         return self._stored
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What the cache holds."""
+        codes = [] if self._stored is None else [self._stored.data, self._stored.scale]
+        return codes if self._values is None else [*codes, self._values]
+
     @property
     def first_expert(self) -> int:
         """Number, in the whole stack, of this rank's first expert."""

@@ -197,15 +197,23 @@ def _phases(
     }
     if engine is not None:
         buffer = int((policy.generation.vllm_cfg.refit_buffer_size_gb or 1) * GIB)
+        sleeps = policy.dsv4.trainer_sleep
+        resting = [
+            replace(part, keys=(*part.keys, "policy.dsv4.trainer_sleep"))
+            for part in (weights, optimizer, reference, rounded)
+        ]
         phases["refit"] = [
             weights,
+            *([] if sleeps else resting[1:2]),
+            reference,
             rounded,
+            dispatch,
             Part("largest tensor made whole", mem.gathered_tensor_bytes(layout)),
             Part("refit buffers (two)", 2 * buffer, (f"{ENGINE}.refit_buffer_size_gb",)),
             *of_engine["refit"],
             runtime,
         ]
-        phases["generation"] = [*of_engine["generation"], runtime]
+        phases["generation"] = [*([] if sleeps else resting), dispatch, *of_engine["generation"], runtime]
     return {phase: [part for part in parts if part.bytes] for phase, parts in phases.items()}
 
 

@@ -113,6 +113,11 @@ class PolicyActor:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def sleep(self, optimizer_only: bool) -> None:
+        """See `PolicyWorker.sleep`, or `sleep_optimizer`; the memory goes back to the device."""
+        _ = self.worker.sleep_optimizer() if optimizer_only else self.worker.sleep()
+        self.release_memory()
+
     def install_report(self) -> dict[str, Any]:
         """What was installed on the model, module by module, as JSON values."""
         return self.worker.rounding.to_dict()
@@ -172,6 +177,7 @@ class PolicyActor:
 
         if not wanted and self.spec.sizes.replicated:
             return None
+        self.worker.wake()
         refresh_quantized(self.worker.model)
         stream = export_weights(
             self.worker.model.state_dict(),

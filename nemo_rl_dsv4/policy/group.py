@@ -227,20 +227,37 @@ class PolicyGroup:
         elif hasattr(generation, "bucket_folder"):
             folder = str(generation.bucket_folder(self.version))
             capacity = generation.bucket_bytes
+            self.sleep(optimizer_only=True)
             get([actor.export_to_folder.remote(profile, folder, capacity, self.version) for actor in self.actors])
+            self.sleep()
             report = generation.update_weights(folder)
         else:
             refs = [actor.export.remote(profile) for actor in self.actors]
             get(refs[1:])
+            self.sleep()
             report = generation.update_weights(refs[0])
         return {**report, "seconds": time.perf_counter() - started}
+
+    def sleep(self, *, optimizer_only: bool = False) -> None:
+        """Move what the ranks keep on their GPUs to host memory, where the settings say so (`trainer_sleep`).
+
+        Optimizer states stay there until the next update or checkpoint, the rest until the next call that needs it.
+
+        Args:
+            optimizer_only: before a refit, which sends weights.
+
+        Raises:
+            UserError: no host memory for it.
+        """
+        if self.spec.trainer_sleep:
+            get([actor.sleep.remote(optimizer_only) for actor in self.actors])
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole tensors under AutoModel's names."""
         return get([actor.full_state_dict.remote() for actor in self.actors])[0]
 
     def prepare_for_training(self) -> None:
-        """Nothing to wake: weights and optimizer stay where they are."""
+        """Nothing to wake: what left for a rollout (`sleep`) comes back when a call needs it."""
 
     def finish_training(self) -> None:
         """Leave the GPUs' unused memory to the rollout engines; on a CPU there is nothing to do."""

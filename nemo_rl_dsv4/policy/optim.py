@@ -127,31 +127,3 @@ def rehearse(name: str, kwargs: Mapping[str, Any], parts: Sequence[Mapping[str, 
                 "wanted a schedule that depends on the number of steps only"
             ) from error
     build_scheduler(made, parts)
-
-
-class OptimizerOffload:
-    """Moves an optimizer's state to host memory while only forward passes run, and back before the next update.
-
-    Every tensor returns to the device it came from; what is in host memory anyway (AdamW's step counts) stays there.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self._home: list[tuple[dict[str, Any], str, torch.device]] = []
-
-    def to_host(self) -> int:
-        """Move the state of every parameter to the CPU; return the bytes that left a device."""
-        moved = 0
-        for state in self.optimizer.state.values():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                    self._home.append((state, key, value.device))
-                    state[key] = value.to("cpu")
-                    moved += state[key].nbytes
-        return moved
-
-    def to_device(self) -> None:
-        """Move back what `to_host` moved."""
-        for state, key, device in self._home:
-            state[key] = state[key].to(device)
-        self._home.clear()

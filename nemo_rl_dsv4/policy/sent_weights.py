@@ -47,6 +47,7 @@ class SentWeights:
                 f"an engine needs the weights of version {self._version} again, but the policy has been trained since "
                 "and keeps no copy; set policy.dsv4.refit.transport to folder, which does"
             )
+        policy.sleep(optimizer_only=True)
         ranks = get([rank.seat.remote() for rank in policy.actors])
         of_engines = get([engine.seats.remote() for engine in engines])
         delivery = plan_delivery(self._transport, ranks, [seat for seats in of_engines for seat in seats])
@@ -61,7 +62,9 @@ class SentWeights:
             engine.receive_weights.remote(delivery.transport, addresses, self._version)
             for engine, addresses in zip(engines, _addresses(delivery, offers, of_engines), strict=True)
         ]
-        return _both(sending, receiving)
+        reports = _both(sending, receiving)
+        policy.sleep()  # an engine that woke for this takes its KV pool next
+        return reports
 
 
 def _addresses(

@@ -54,6 +54,7 @@ class PolicySpec:
         device: `cpu` or `cuda` (the current device of the process).
         cpu_offload: keep sharded weights, gradients and optimizer state in host memory.
         offload_optimizer_for_logprob: keep optimizer state in host memory while scoring.
+        trainer_sleep: keep optimizer state in host memory during a refit, and all else too while engines generate.
         keep_reference: keep the initial weights for a KL penalty.
         router: what to do with the experts that the rollout recorded.
     """
@@ -82,6 +83,7 @@ class PolicySpec:
     device: str = "cpu"
     cpu_offload: bool = False
     offload_optimizer_for_logprob: bool = False
+    trainer_sleep: bool = False
     alignment: Mapping[str, bool] = field(default_factory=dict)
 
     @property

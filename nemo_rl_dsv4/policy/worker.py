@@ -15,18 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.fp8 import install_fp8
 from nemo_rl_dsv4.model.qat import InstallReport, install_numerics, invalidate_rounded_weights
+from nemo_rl_dsv4.model.quantized_weights import weight_roundings
 from nemo_rl_dsv4.model.router_replay import RouterReplayer
 from nemo_rl_dsv4.model.token_logprobs import AUTOMODEL_HEAD, BF16_HEAD, install_scoring_head, scoring
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
+from nemo_rl_dsv4.policy.host_shelf import HostShelf
 from nemo_rl_dsv4.policy.layout import DOCUMENT_MULTIPLE, TokenLayout, packed_layout, plain_layout
 from nemo_rl_dsv4.policy.master_weights import cast_float32_units, compute_in, quantize_in, to_master_weights
 from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
-from nemo_rl_dsv4.policy.optim import OptimizerOffload, build_optimizer, build_scheduler
+from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler
 from nemo_rl_dsv4.policy.packing import Packing, pack_rows
 from nemo_rl_dsv4.policy.parallel import Meshes, average_gradients, parallelize
 from nemo_rl_dsv4.policy.training_state import TrainingStateWriter, load_training_state
@@ -129,7 +132,9 @@ class PolicyWorker:
         self.optimizer = build_optimizer(self.model.parameters(), optimizer["name"], optimizer["kwargs"])
         self.scheduler = build_scheduler(self.optimizer, scheduler)
         self.state_writer = TrainingStateWriter()
-        self.offload = OptimizerOffload(self.optimizer) if offload_optimizer_for_logprob else None
+        self.offload_optimizer_for_logprob = offload_optimizer_for_logprob
+        self._optimizer_shelf = HostShelf(self._optimizer_tensors, self.device, "optimizer states")
+        self._model_shelf = HostShelf(self._model_tensors, self.device, "weights")
         self.reference = [_local(p).detach().clone() for p in self.model.parameters()] if keep_reference else None
         self.model.train()
 
@@ -154,8 +159,9 @@ class PolicyWorker:
     def _logprobs(self, needed: Batch) -> torch.Tensor:
         ids = needed["input_ids"]
         out = torch.zeros(ids.shape, dtype=torch.float32)
-        if self.offload is not None:
-            self.offload.to_host()
+        self.wake()
+        if self.offload_optimizer_for_logprob:
+            self._optimizer_shelf.to_host()
             release_workspaces(self.model)
         self.model.eval()
         for part in self._micro_batches(needed, training=False):
@@ -175,12 +181,14 @@ class PolicyWorker:
         """
         if self.reference is None:
             raise UserError("no reference policy was kept; loss_fn.reference_policy_kl_penalty must not be 0")
+        self.wake()
         with self._reference_weights():
             return {"reference_logprobs": self._logprobs({k: data[k] for k in ("input_ids", "input_lengths")})}
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         assert self.reference is not None
+        self._drop_gathered()  # until then FSDP's modules have whole weights in place of their shards
         parameters = [_local(p) for p in self.model.parameters()]
         with torch.no_grad():
             current = [p.detach().clone() for p in parameters]
@@ -190,6 +198,7 @@ class PolicyWorker:
             try:
                 yield
             finally:
+                self._drop_gathered()
                 for p, value in zip(parameters, current, strict=True):
                     p.copy_(value)
                 invalidate_rounded_weights(self.model)
@@ -257,6 +266,7 @@ class PolicyWorker:
         if self.router is not None:
             self.router.check(data)
             self.router.take_tally()
+        self.wake()
         self.optimizer.zero_grad(set_to_none=True)
         lr = self.optimizer.param_groups[0]["lr"]
         losses, metrics = [], []
@@ -276,8 +286,7 @@ class PolicyWorker:
         if not torch.isfinite(torch.tensor(grad_norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"gradient norm is {grad_norm}; the step was not taken and weights are unchanged")
-        if self.offload is not None:
-            self.offload.to_device()
+        self._optimizer_shelf.to_device()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
@@ -300,11 +309,56 @@ class PolicyWorker:
         )
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
+    # Memory -------------------------------------------------------------------------------------------------------
+
+    def sleep_optimizer(self) -> int:
+        """Move the optimizer's state to host memory, until the next update or checkpoint; returns the bytes moved."""
+        return self._optimizer_shelf.to_host()
+
+    def sleep(self) -> int:
+        """Move all that this rank keeps between calls to host memory; returns the bytes that left the device.
+
+        Optimizer states, weights, the reference policy, codes and scales of quantized weights; what FSDP gathered is
+        dropped. The methods of this class bring back what they need; others call `wake` before they touch the model.
+        """
+        self._drop_gathered()
+        release_workspaces(self.model)
+        return self._optimizer_shelf.to_host() + self._model_shelf.to_host()
+
+    def wake(self, *, optimizer: bool = False) -> None:
+        """Bring the weights, and the optimizer's state if asked, back to the device; nothing if they are there."""
+        self._model_shelf.to_device()
+        if optimizer:
+            self._optimizer_shelf.to_device()
+
+    def _drop_gathered(self) -> None:
+        """Leave FSDP with shards alone.
+
+        After a pass without gradients it keeps what it gathered for the next one, which would not see weights that were
+        changed in between.
+        """
+        for unit in self.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def _model_tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.model.parameters()
+        yield from (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
+        yield from self.model.buffers()
+        yield from self.reference or ()
+        for *_, rounding in weight_roundings(self.model):
+            yield from rounding.tensors()
+
     # Weights ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole tensors under AutoModel's names, gathered over ranks. Collective: every rank calls it."""
+        self.wake()
         return {
             name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
             for name, tensor in self.model.state_dict().items()
@@ -317,8 +371,7 @@ class PolicyWorker:
 
     def start_checkpoint(self, folder: str) -> None:
         """Copy the state and begin to write it; `state_writer` tells when it is done. Collective."""
-        if self.offload is not None:
-            self.offload.to_device()
+        self.wake(optimizer=True)
         self.state_writer.start(self.model, self.optimizer, self.scheduler, folder)
 
     def load_checkpoint(self, folder: str) -> None:
@@ -327,8 +380,8 @@ class PolicyWorker:
         Raises:
             UserError: the folder is missing, damaged, or of another model.
         """
-        if self.offload is not None:
-            self.offload.to_device()
+        self.wake(optimizer=True)
+        self._drop_gathered()
         load_training_state(self.model, self.optimizer, self.scheduler, folder)
         invalidate_rounded_weights(self.model)
 

@@ -130,6 +130,34 @@ def test_two_bf16_processes_equal_one_bit_for_bit(groups, checkpoint, sizes):
     torch.testing.assert_close(two["grad_norm"], one["grad_norm"], rtol=1e-3, atol=0)  # measured 6e-5
 
 
+@pytest.mark.parametrize("order", [("reference", "current"), ("current", "reference")], ids="-".join)
+def test_a_reference_policy_is_scored_with_its_own_weights_and_nothing_else_is(groups, checkpoint, order):
+    """FSDP keeps a layer's gathered weights after a pass without gradients: what the reference policy had gathered was
+    scored, and trained on, as the current one; asked for after the current one, it broke off."""
+    quick = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2}}
+    settings = replace(SETTINGS, reference_policy_kl_penalty=0.1)
+    found = {}
+    for world, sizes in ((1, ParallelSizes(1)), (2, ParallelSizes(2, ep=2))):
+        built = spec(checkpoint, sizes, qat=False, keep_reference=True)
+        groups[world].build(replace(built, optimizer=quick), global_batch_size=ROWS)
+        data = rollouts()
+        data["generation_logprobs"] = data["prev_logprobs"] = groups[world].get_logprobs(data)["logprobs"]
+        data["reference_policy_logprobs"] = start = data["prev_logprobs"]
+        groups[world].train(data, ClippedPGLoss(SETTINGS))
+        numbers = {}
+        for which in order:
+            if which == "reference":
+                numbers[which] = groups[world].get_reference_policy_logprobs(data)["reference_logprobs"]
+            else:
+                numbers[which] = groups[world].get_logprobs(data)["logprobs"]
+        torch.testing.assert_close(numbers["reference"], start, rtol=0, atol=0)
+        assert (numbers["current"] - start).abs().max() > 0.1
+        out = groups[world].train(data, ClippedPGLoss(settings))
+        found[world] = numbers["current"], out["loss"], out["grad_norm"]
+    for one, two in zip(found[1], found[2], strict=True):
+        torch.testing.assert_close(two, one, rtol=2e-3, atol=2e-3)
+
+
 def test_a_rank_may_have_short_rows_only(groups, checkpoint):
     """Rows of fewer than 128 tokens give a ratio-128 compressor no gradient, those of the other rank do. The reduction
     over both broke off: AutoModel no longer knew the compressors by the class name that our seams had changed."""
@@ -192,6 +220,56 @@ def test_rollout_agrees_with_a_rounding_trainer_through_a_refit(groups, checkpoi
     # Measured 3e-7 and 0.24 (2026-11-30); where a single FP8 code flips, random weights amplify it to 9e-3.
     assert max(aligned) < 1e-2 and min(stale) > 5 * max(aligned), (aligned, stale)
     generation.shutdown()
+
+
+@pytest.mark.parametrize("sizes", [ParallelSizes(2, ep=2), ParallelSizes(2, cp=2, ep=2)], ids=["dp2ep2", "cp2ep2"])
+def test_ranks_that_sleep_while_engines_generate_change_nothing(groups, checkpoint, tmp_path, sizes):
+    """Sharded weights, moments and codes of quantized weights leave after an export and come back for the next call."""
+
+    def bytes_held(actor):
+        """Bytes of a rank's weights, reference, moments and codes that are where they are computed with."""
+        from nemo_rl_dsv4.model.quantized_weights import weight_roundings
+
+        worker = actor.worker
+        tensors = [*worker.model.parameters(), *worker.model.buffers(), *worker.reference]
+        tensors += [tensor for *_, rounding in weight_roundings(worker.model) for tensor in rounding.tensors()]
+        tensors += [value for state in worker.optimizer.state.values() for value in state.values()]
+        local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+        return sum(tensor.untyped_storage().nbytes() for tensor in local)
+
+    class Engines:
+        """Takes weights, and looks at what the ranks keep while it has them."""
+
+        def __init__(self):
+            self.checksums, self.held = [], []
+
+        def update_weights(self, shipment):
+            self.checksums.append(shipment.checksum if hasattr(shipment, "checksum") else ray.get(shipment).checksum)
+            self.held.append(sum(ray.get([actor.__ray_call__.remote(bytes_held) for actor in groups[2].actors])))
+            return {}
+
+    found = []
+    for sleeps in (False, True):
+        settings = spec(checkpoint, sizes, qat=True, precision="bfloat16", keep_reference=True, trainer_sleep=sleeps)
+        groups[2].build(settings, global_batch_size=ROWS)
+        engines, numbers = Engines(), []
+        for _ in range(2):
+            groups[2].export_to(engines)
+            data = rollouts()
+            data["generation_logprobs"] = data["prev_logprobs"] = groups[2].get_logprobs(data)["logprobs"]
+            data["reference_policy_logprobs"] = groups[2].get_reference_policy_logprobs(data)["reference_logprobs"]
+            groups[2].export_to(engines)  # as before a validation; then training comes first
+            out = groups[2].train(data, ClippedPGLoss(replace(SETTINGS, reference_policy_kl_penalty=0.1)))
+            numbers += [data["prev_logprobs"], out["loss"], out["grad_norm"]]
+        groups[2].export_to(engines)
+        groups[2].save_checkpoint(tmp_path / f"sleeps-{sleeps}")()
+        found.append((engines, numbers, groups[2].full_state_dict()))
+    (awake, expected, weights), (asleep, numbers, same_weights) = found
+    # On a CPU the sending rank's codes were arrays of numpy's on their way, and torch no longer empties their memory.
+    assert min(awake.held) > 3e7 and max(asleep.held) < 1e6
+    assert asleep.checksums == awake.checksums and len(set(awake.checksums)) == 3
+    assert all(torch.equal(one, other) for one, other in zip(numbers, expected, strict=True))
+    assert all(torch.equal(same_weights[name], value) for name, value in weights.items())
 
 
 LAYOUTS = {

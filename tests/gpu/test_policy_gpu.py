@@ -77,6 +77,21 @@ def test_optimizer_state_leaves_the_gpu_while_scoring_and_comes_back(config_once
     moments = [state["exp_avg"] for state in policy.optimizer.state.values()]
     assert all(moment.is_cuda for moment in moments)
     policy.get_logprobs(batch())
-    assert not any(state["exp_avg"].is_cuda for state in policy.optimizer.state.values())
+    assert not any(moment.untyped_storage().nbytes() for moment in moments)
     step(policy)
-    assert all(state["exp_avg"].is_cuda for state in policy.optimizer.state.values())
+    assert all(moment.untyped_storage().nbytes() for moment in moments)
+
+
+def test_a_rank_that_sleeps_leaves_the_gpu_and_goes_on_where_it_was(config_once, training_once):
+    found = []
+    for sleeps in (False, True):
+        policy = worker(config_once, training_once, "cuda", keep_reference=True)
+        numbers = list(step(policy))
+        if sleeps:
+            before = torch.cuda.memory_allocated()
+            moved = policy.sleep()
+            assert moved > 1e6 and before - torch.cuda.memory_allocated() >= moved
+        numbers += [policy.get_reference_logprobs(batch())["reference_logprobs"], *step(policy)]
+        found.append(numbers)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(torch.as_tensor(other), torch.as_tensor(one), rtol=1e-5, atol=1e-5)

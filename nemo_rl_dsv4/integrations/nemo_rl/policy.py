@@ -187,10 +187,10 @@ class GroupPolicy:
         return None
 
     def offload_before_refit(self) -> None:
-        """Nothing to do: the export gathers one bucket at a time."""
+        """Nothing to do: a refit makes room itself, before and after it sends (`policy.dsv4.trainer_sleep`)."""
 
     def offload_after_refit(self) -> None:
-        """Nothing to do."""
+        """As `offload_before_refit`."""
 
     def get_free_memory_bytes(self) -> int:
         """0: asked only for the size of a refit buffer, which the engines' buckets have already."""

@@ -23,6 +23,17 @@ POOL = "+policy.generation.vllm_kwargs.kv_cache_memory_bytes=1000000000"
             "only vLLM engines that share the policy's GPUs sleep",
         ),
         (["policy.dsv4.engine_sleep=true"], "policy.generation.backend is reference"),
+        ([*GPU, "policy.dsv4.trainer_sleep=true"], "policy.dsv4.engine_sleep is false: an engine that stays awake"),
+        (
+            [
+                *GPU,
+                "policy.dsv4.trainer_sleep=true",
+                "policy.dsv4.engine_sleep=true",
+                POOL,
+                "policy.dtensor_cfg.cpu_offload=true",
+            ],
+            "trainer_sleep is true and policy.dtensor_cfg.cpu_offload too",
+        ),
         *(
             (
                 [*GPU, *sleep, f"{POOL.partition('=')[0]}={pool}"],
@@ -37,6 +48,8 @@ def test_engines_sleep_only_where_they_can(recipe, overrides, message):
     with pytest.raises(UserError, match=message):
         validate(recipe(overrides), runs_here=False)
     validate(recipe([*GPU, "policy.dsv4.engine_sleep=true", POOL]), runs_here=False)
+    both = ["policy.dsv4.engine_sleep=true", "policy.dsv4.trainer_sleep=true"]
+    validate(recipe([*GPU, *both, POOL]), runs_here=False)
 
 
 def test_cuda_ipc_to_engines_on_other_gpus_is_refused_before_the_run(recipe) -> None:

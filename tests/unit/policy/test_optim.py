@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_rl_dsv4.errors import UserError
-from nemo_rl_dsv4.policy.optim import OptimizerOffload, build_optimizer, build_scheduler, rehearse
+from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler, rehearse
 from nemo_rl_dsv4.policy.parallel import ParallelSizes
 
 ADAMW = "torch.optim.AdamW"
@@ -93,18 +93,6 @@ def test_a_class_of_another_kind_is_refused():
         build_optimizer([], "torch.nn.Linear", {})
     with pytest.raises(UserError, match="policy.scheduler.name is 'torch.optim.AdamW', which is no torch.optim"):
         build_scheduler(make(), [{"name": "torch.optim.AdamW"}])
-
-
-def test_state_in_host_memory_is_left_where_it_is():
-    optimizer = make()
-    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
-    optimizer.step()
-    before = dict(next(iter(optimizer.state.values())))
-    offload = OptimizerOffload(optimizer)
-    assert offload.to_host() == 0
-    offload.to_device()
-    after = next(iter(optimizer.state.values()))
-    assert all(after[key] is value for key, value in before.items())
 
 
 SCHEDULES = "torch.optim.lr_scheduler"

@@ -12,6 +12,7 @@ from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.build import build_model
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.qat import SWITCHES
+from nemo_rl_dsv4.model.quantized_weights import weight_roundings
 from nemo_rl_dsv4.numerics import get_profile
 from nemo_rl_dsv4.policy.parallel import Meshes, ParallelSizes
 from nemo_rl_dsv4.policy.worker import PolicyWorker
@@ -102,6 +103,53 @@ def test_offloading_drops_workspaces(small_config):
     worker.model.lm_head._fp8_workspaces = {"weight": torch.zeros(8, dtype=torch.uint8)}
     worker.get_logprobs(data)
     assert worker.model.lm_head._fp8_workspaces == {}
+
+
+def held(worker):
+    """Storages that the worker keeps between calls, by what they are."""
+    kept = {
+        "weights": [*worker.model.parameters(), *worker.model.buffers()],
+        "reference": worker.reference,
+        "codes": [tensor for *_, rounding in weight_roundings(worker.model) for tensor in rounding.tensors()],
+        "optimizer": [value for state in worker.optimizer.state.values() for value in state.values()],
+    }
+    return {
+        name: {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        for name, tensors in kept.items()
+    }
+
+
+@pytest.mark.parametrize("call", ["logprobs", "reference", "train", "weights", "checkpoint", "load"])
+def test_a_worker_that_sleeps_computes_what_one_that_never_does(small_config, tmp_path, call):
+    """Everything that it keeps leaves, and every call brings back what it needs."""
+    data, answers = batch(), []
+    for sleeps in (False, True):
+        worker, folder = make_worker(small_config, qat=True, keep_reference=True, lr=1e-2), str(tmp_path / str(sleeps))
+        train(worker, data)
+        worker.get_logprobs(data)  # codes of the new weights are in the cache
+        if call == "load":
+            worker.save_checkpoint(folder)
+        full = held(worker)
+        assert all(sum(sizes.values()) > 0 for sizes in full.values())
+        if sleeps:
+            left = worker.sleep_optimizer()
+            assert left == sum(full["optimizer"].values())
+            left += worker.sleep()
+            assert not any(sum(sizes.values()) for sizes in held(worker).values())
+            assert left == sum({key: size for sizes in full.values() for key, size in sizes.items()}.values())
+        answer = {
+            "logprobs": lambda w, _: w.get_logprobs(data)["logprobs"],
+            "reference": lambda w, _: w.get_reference_logprobs(data)["reference_logprobs"],
+            "train": lambda w, _: torch.tensor([train(w, data)[key] for key in ("loss", "grad_norm")]),
+            "weights": lambda w, _: w.full_state_dict()["lm_head.weight"],
+            "checkpoint": PolicyWorker.save_checkpoint,
+            "load": PolicyWorker.load_checkpoint,
+        }[call](worker, folder)
+        answers.append([answer, worker.get_logprobs(data)["logprobs"], torch.tensor(train(worker, data)["loss"])])
+        if call in ("logprobs", "reference", "weights") and sleeps:
+            assert sum(held(worker)["optimizer"].values()) == sum(full["optimizer"].values())
+    for found, wanted in zip(*answers, strict=True):
+        assert found is wanted is None or torch.equal(found, wanted)
 
 
 def test_an_infinite_gradient_takes_no_step(small_config):

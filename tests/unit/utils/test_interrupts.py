@@ -13,8 +13,8 @@ from nemo_rl_dsv4.utils.interrupts import descendants
 HEAD = "import subprocess, sys, time\nfrom nemo_rl_dsv4.utils.interrupts import *\n"
 SWALLOWING = """
 with prompt_interrupts(), starting():
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep(30)
     except BaseException:
         pass
@@ -23,8 +23,8 @@ with prompt_interrupts(), starting():
 HANGING = """
 with prompt_interrupts(seconds=SECONDS):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    print(child.pid, flush=True)
     try:
+        print(child.pid, flush=True)
         time.sleep(30)
     except KeyboardInterrupt:
         print("cleaning up", flush=True)
@@ -32,8 +32,8 @@ with prompt_interrupts(seconds=SECONDS):
 """
 ENDING = """
 with prompt_interrupts(seconds=0.2):
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep(30)
     except KeyboardInterrupt:
         pass
