@@ -25,6 +25,7 @@ def as_document(plan: Plan, gpu: str | None) -> dict[str, Any]:
         "gpu": {"name": gpu, "bytes": plan.gpu},
         "ranks": {"world": plan.sizes.world, "dp_shard": plan.sizes.dp, "cp": plan.sizes.cp, "ep": plan.sizes.ep},
         "row_length": plan.row_length,
+        "host_bytes_of_a_sleeping_rank": plan.sleeping_bytes,
         "parameters": plan.layout.parameters,
         "active_parameters": plan.layout.active_parameters(plan.hf_config["num_experts_per_tok"]),
         "placements": [
@@ -61,6 +62,10 @@ def print_plan(plan: Plan, config: MasterConfig, gpu: str | None, console: Conso
         console.print(table)
         console.print()
     console.print(Text(_rows(plan, config)), soft_wrap=True)
+    if plan.sleeping_bytes:
+        rank, node = plan.sleeping_bytes / GIB, plan.sleeping_bytes * config.cluster.gpus_per_node / GIB
+        said = f"Host memory while engines generate: {rank:.1f} GiB a rank, {node:.1f} GiB a node, pinned"
+        console.print(Text(said), soft_wrap=True)
     engine = plan.engine
     if engine is not None:
         console.print(

@@ -24,6 +24,8 @@ from nemo_rl_dsv4.policy.parallel import ParallelSizes
 
 LAYOUT = "policy.dtensor_cfg"
 ENGINE = "policy.generation.vllm_cfg"
+KEPT = {"weights", "optimizer states", "reference weights", "rounded weights"}
+"""What a rank keeps between its calls."""
 POOL = "kv_cache_memory_bytes"
 STAGES = 4
 """Calls of `on_stage`: model configuration, layout, forward, sums."""
@@ -46,6 +48,14 @@ class Plan:
     traffic: list[comm.Traffic]
     gpu: int | None
     findings: list[str]
+
+    @property
+    def sleeping_bytes(self) -> int:
+        """Host memory that a rank needs while it sleeps (`policy.dsv4.trainer_sleep`); 0 if it never does."""
+        if "generation" not in self.phases:
+            return 0
+        stays = {part.name for part in self.phases["generation"]}
+        return sum(part.bytes for part in self.phases["training"] if part.name in KEPT - stays)
 
     @property
     def totals(self) -> dict[str, int]:

@@ -75,6 +75,26 @@ def test_an_engine_that_sleeps_leaves_its_process_alone(plan):
     assert given_back == {TRAINING: freed, SCORING: freed, REFIT: 4_000_000_000, GENERATION: 0}
 
 
+def test_a_policy_that_does_not_sleep_is_counted_while_engines_generate(plan, capsys):
+    """The plan took it for gone in every recipe, and only said on its page that it was not."""
+    kept = ["weights", "optimizer states", "rounded weights"]
+    _, made = plan(SLEEP)
+    training = {part.name: part.bytes for part in made.phases[TRAINING]}
+    assert {p.name: p.bytes for p in made.phases[GENERATION]}.items() >= {n: training[n] for n in kept}.items()
+    assert training["optimizer states"] in [part.bytes for part in made.phases[REFIT]]
+    assert made.sleeping_bytes == 0
+    config, asleep = plan(SLEEP, "policy.dsv4.trainer_sleep=true")
+    assert made.totals[GENERATION] - asleep.totals[GENERATION] == sum(training[name] for name in kept)
+    assert made.totals[REFIT] - asleep.totals[REFIT] == training["optimizer states"]
+    assert asleep.totals[TRAINING] == made.totals[TRAINING] and asleep.totals[SCORING] == made.totals[SCORING]
+    assert asleep.sleeping_bytes == sum(training[name] for name in kept)
+    print_plan(asleep, config, "h200", Console(width=200))
+    each = f"{asleep.sleeping_bytes / GIB:.1f} GiB"
+    assert f"Host memory while engines generate: {each} a rank, {each} a node, pinned\n" in capsys.readouterr().out
+    findings = "\n".join(plan(SLEEP, f"{POOL}=36000000000", gpu="40")[1].findings)
+    assert "generation needs" in findings and "policy.dsv4.trainer_sleep" in findings.partition("generation needs")[2]
+
+
 def test_a_pool_that_is_not_stated_comes_from_the_share(plan):
     _, made = plan(f"~{POOL}")
     parts = held(made)

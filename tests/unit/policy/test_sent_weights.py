@@ -127,7 +127,10 @@ def policy(threads: None, training_once: State) -> Any:
     for rank in ranks:
         rank.sender.name = rank.seat().gpu  # type: ignore[attr-defined]
     spec = SimpleNamespace(profile="vllm-hopper")
-    return SimpleNamespace(actors=[Remote(rank) for rank in ranks], ranks=ranks, spec=spec, version=3, updates=5)
+    slept: list[str] = []
+    made = SimpleNamespace(actors=[Remote(rank) for rank in ranks], ranks=ranks, spec=spec, version=3, updates=5)
+    made.slept, made.sleep = slept, lambda optimizer_only=False: slept.append("optimizer" if optimizer_only else "all")
+    return made
 
 
 def engines(official_once: State, *gpus: list[str]) -> list[Remote]:
@@ -154,6 +157,7 @@ def test_every_worker_stages_the_same_weights_twice(
         assert len(reports) == len(gpus)
         assert len({report["checksum"] for report in reports}) == 1
         assert {report["transport"] for report in reports} == {transport}
+    assert policy.slept == ["optimizer", "all"] * 2  # the second time an engine got them again, with ranks awake for it
 
 
 @pytest.mark.parametrize("gpus", [[["gpu0", "gpu1"]], [["gpu5"], ["gpu7"]], [["gpu0"]]])
@@ -186,3 +190,4 @@ def test_weights_that_the_policy_no_longer_has_are_not_sent(policy: Any, officia
     policy.updates += 1
     with pytest.raises(UserError, match="weights of version 3 again, but the policy has been trained since"):
         sent.deliver(engines(official_once, ["gpu0"]))
+    assert policy.slept == []
