@@ -119,23 +119,26 @@ def _patch_automodel() -> None:
     moe_parallelizer.apply_cp = _apply_cp
 
 
-def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Replace every gradient by its mean over all ranks, in one all-reduce.
+def fill_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Give trainable parameters that nothing used a gradient of zero.
 
-    A parameter that no rank used keeps no gradient (an optimizer then leaves it alone, weight decay included); one
-    that only some ranks used counts as zero on the others, as under FSDP.
+    Short rows use no ratio-128 compressor, and a few tokens not every expert. Under context parallelism AutoModel fills
+    in zeros, and from then on for every model of the process; elsewhere it fills in none. With a gradient everywhere an
+    optimizer's weight decay and momentum act on all parameters alike, whatever the layout.
     """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    device = trainable[0].device
-    used = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.int32, device=device)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX)
-    chosen = [parameter for parameter, flag in zip(trainable, used.tolist(), strict=True) if flag]
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Replace every gradient by its mean over all ranks, in one all-reduce; all trainable parameters have one."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     flat = torch.cat([grad.detach().reshape(-1).float() for grad in grads])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    for parameter, grad, mean in zip(chosen, grads, flat.split([g.numel() for g in grads]), strict=True):
-        parameter.grad = mean.view_as(grad).to(grad.dtype)
+    for grad, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(mean.view_as(grad))
 
 
 @dataclass

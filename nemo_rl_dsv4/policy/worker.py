@@ -31,7 +31,7 @@ from nemo_rl_dsv4.policy.master_weights import cast_float32_units, compute_in, q
 from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
 from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler
 from nemo_rl_dsv4.policy.packing import Packing, pack_rows
-from nemo_rl_dsv4.policy.parallel import Meshes, average_gradients, parallelize
+from nemo_rl_dsv4.policy.parallel import Meshes, average_gradients, fill_gradients, parallelize
 from nemo_rl_dsv4.policy.training_state import TrainingStateWriter, load_training_state
 from nemo_rl_dsv4.refit.sleep import release_workspaces
 from nemo_rl_dsv4.refit.source_scales import SourceScales
@@ -150,6 +150,7 @@ class PolicyWorker:
         Returns:
             `logprobs`, float32 [B, S] on the CPU; position 0 and padding are 0.
         """
+        self.wake()
         names = ["input_ids", "input_lengths"]
         if self.router is not None and self.router.replay:
             self.router.check(data)
@@ -159,7 +160,6 @@ class PolicyWorker:
     def _logprobs(self, needed: Batch) -> torch.Tensor:
         ids = needed["input_ids"]
         out = torch.zeros(ids.shape, dtype=torch.float32)
-        self.wake()
         if self.offload_optimizer_for_logprob:
             self._optimizer_shelf.to_host()
             release_workspaces(self.model)
@@ -263,10 +263,10 @@ class PolicyWorker:
             UserError: `routed_experts` are wanted and missing or wrong.
             FloatingPointError: the gradient norm is not finite; no weight has been changed.
         """
+        self.wake()
         if self.router is not None:
             self.router.check(data)
             self.router.take_tally()
-        self.wake()
         self.optimizer.zero_grad(set_to_none=True)
         lr = self.optimizer.param_groups[0]["lr"]
         losses, metrics = [], []
@@ -280,6 +280,7 @@ class PolicyWorker:
             (loss * self.meshes.sizes.dp).backward()
             losses.append(float(loss.detach()))
             metrics.append(part_metrics)
+        fill_gradients(self.model.parameters())
         if self.meshes.sizes.world > 1 and self.meshes.sizes.replicated:
             average_gradients(self.model.parameters())
         grad_norm = self._clip_gradients()

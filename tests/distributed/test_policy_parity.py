@@ -172,6 +172,22 @@ def test_a_rank_may_have_short_rows_only(groups, checkpoint):
     torch.testing.assert_close(found[2]["grad_norm"], found[1]["grad_norm"], rtol=1e-4, atol=0)
 
 
+def test_what_no_row_uses_moves_alike_whatever_was_built_before(groups, checkpoint):
+    """Context parallelism patches FSDP for the rest of the process: unused parameters have zero gradients."""
+    data = {name: value[:4] if value.dim() == 1 else value[:4, :35] for name, value in rollouts().items()}
+    data["input_lengths"] = data["input_lengths"].clamp(max=35)
+    decaying = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
+    weights = []
+    for sizes in (ParallelSizes(1), ParallelSizes(2, replicate=2), ParallelSizes(2, cp=2, ep=2), ParallelSizes(2)):
+        built = spec(checkpoint, sizes, qat=False)
+        groups[sizes.world].build(replace(built, optimizer=decaying), global_batch_size=4)
+        weights.append(losses_after(groups[sizes.world], data, SETTINGS)["weights"])
+    name = "model.layers.3.self_attn.compressor.wkv.weight"
+    assert name in weights[0]
+    for found in weights[1:]:
+        torch.testing.assert_close(found[name], weights[0][name], rtol=1e-6, atol=1e-8)
+
+
 def test_ranks_know_how_many_share_their_node(groups, checkpoint):
     """A rank sees one GPU, its own: dispatchers read from this variable which ranks can be reached over NVLink."""
     groups[2].build(spec(checkpoint, ParallelSizes(2), qat=False), global_batch_size=ROWS)
