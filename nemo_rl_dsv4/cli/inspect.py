@@ -47,9 +47,9 @@ def run(options: argparse.Namespace) -> int:
     if not directory.is_dir():
         raise UserError(f"inspect: {directory} is no folder; give the folder that holds config.json")
     if (training := what_training_left(directory)) is not None:
+        what, step = training
         raise UserError(
-            f"inspect: {directory} {training}, in torch's distributed format; `{export_command(directory)}` makes a "
-            "servable one"
+            f"inspect: {directory} {what}, in torch's distributed format; `{export_command(step)}` makes a servable one"
         )
     checked = check_checkpoint(directory, for_training=False)
     deep = options.deep and checked.config is not None

@@ -15,21 +15,29 @@ from nemo_rl_dsv4.utils.run_folder import CONFIG_FILE, METRICS_FILE, checkpoint_
 if TYPE_CHECKING:
     from rich.console import Console
 
+TORCH_METADATA = ".metadata"
+"""Of torch's distributed checkpoints."""
 
-def what_training_left(folder: Path) -> str | None:
-    """What a folder is that `find_step` takes for a step or for a run's steps, in words; None for any other."""
+
+def what_training_left(folder: Path) -> tuple[str, Path] | None:
+    """What a folder is that `find_step` takes for a step or for a run's steps, in words, and what to export.
+
+    None for any other folder.
+    """
     if (folder / "config.json").is_file():
         return None
     if _is_step(folder):
-        return "is a training checkpoint"
-    return "holds training checkpoints" if _has_steps(folder) else None
+        return "is a training checkpoint", folder
+    if _is_policy(folder):
+        return "is the policy of a training checkpoint", folder.resolve().parent
+    return ("holds training checkpoints", folder) if _has_steps(folder) else None
 
 
 def find_step(source: Path, console: Console) -> Path | None:
     """The step folder that `source` names, its files checked against the manifest; None for any other folder.
 
     Args:
-        source: a `step_N` folder, the folder that holds a run's steps, or the run's own folder (config.yaml and
+        source: a `step_N` folder, its `policy`, the folder that holds a run's steps, or the run's own folder (config.yaml and
             metrics.jsonl), whose recipe says where its checkpoints are.
         console: where damaged steps that were passed over are named.
 
@@ -40,6 +48,8 @@ def find_step(source: Path, console: Console) -> Path | None:
         raise UserError(f"{source} is no folder; give a checkpoint, a run's step_N folder, or a run's folder")
     if (source / "config.json").is_file():
         return None
+    if _is_policy(source) and _is_step(source.resolve().parent):
+        source = source.resolve().parent
     if _is_step(source):
         console.print(f"checking the files of {source} against their hashes", highlight=False, soft_wrap=True)
         read_checkpoint(source)
@@ -59,6 +69,10 @@ def find_step(source: Path, console: Console) -> Path | None:
 
 def _is_step(folder: Path) -> bool:
     return any((folder / name).exists() for name in (MANIFEST, INFO, POLICY))
+
+
+def _is_policy(folder: Path) -> bool:
+    return (folder / TORCH_METADATA).is_file()
 
 
 def _has_steps(folder: Path) -> bool:

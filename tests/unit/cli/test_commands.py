@@ -84,6 +84,20 @@ def test_inspect_of_a_training_checkpoint_says_how_to_make_a_servable_one(capsys
     assert "config.json: cannot be read" in capsys.readouterr().out
 
 
+def test_the_policy_of_a_training_checkpoint_leads_to_its_step(capsys, tmp_path, monkeypatch):
+    step = tmp_path / "exp_001" / "step_40"
+    (step / "policy").mkdir(parents=True)
+    (step / "policy" / ".metadata").write_text("")
+    monkeypatch.chdir(step / "policy")
+    for folder in (str(step / "policy"), "."):
+        assert main(["inspect", folder]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "" and f"{folder} is the policy of a training checkpoint" in shown.err
+        assert f"`nemo-rl-dsv4 convert {step} {step}-fp8 --to fp8`" in shown.err
+        assert main(["convert", folder, str(tmp_path / "made"), "--to", "fp8"]) == 2
+        assert f"checking the files of {step} against their hashes" in capsys.readouterr().err
+
+
 def test_plot_names_what_it_wrote(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n{"step": 2, "train/reward": 0.6}\n')
     assert main(["plot", str(tmp_path), "--json"]) == 0
