@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,12 @@ _OUT_OF_MEMORY = (
     "engine on the same GPU keeps (policy.generation.vllm_cfg.gpu_memory_utilization; policy.dsv4.engine_sleep gives "
     "it back); end what else runs there; `nemo-rl-dsv4 plan` estimates what a recipe needs"
 )
+_HOST_OUT_OF_MEMORY = (
+    "end what else runs there, or lower policy.train_micro_batch_size and policy.logprob_batch_size (a packed sequence "
+    "has policy.sequence_packing.train_mb_tokens and logprob_mb_tokens), policy.logprob_chunk_size, or on CPUs "
+    "policy.dsv4.cpu_processes and policy.generation.reference_cfg.num_workers; a run with checkpoints goes on with "
+    "--resume"
+)
 _DIED = (
     "the host may be short of memory (its kernel's log says so), or the process crashed (Ray's session folder has its "
     "log); a run with checkpoints goes on with --resume"
@@ -26,9 +33,9 @@ def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
     """Runs `command` and returns the process's exit status.
 
     A `UserError`, also one that a Ray task or actor raised, becomes one line on stderr and status 2. `debug` shows the
-    traceback of what would otherwise be one line. Memory that a GPU does not have, and a process of the run that died,
-    are one line with what to do, and status 1. Any other exception is a defect: its traceback is always shown, and the
-    status is 1.
+    traceback of what would otherwise be one line. Memory that a GPU or a host does not have, and a process of the run
+    that died, are one line with what to do, and status 1. Any other exception is a defect: its traceback is always
+    shown, and the status is 1.
     """
     try:
         return command()
@@ -59,6 +66,10 @@ def _lack(error: Exception) -> str | None:
     names = {kind.__name__ for kind in type(original).__mro__}
     if "OutOfMemoryError" in names and "RuntimeError" in names:  # torch's; Ray's of this name is no RuntimeError
         return f"{one_line(original).partition(' Of the allocated memory')[0].rstrip('.')}; {_OUT_OF_MEMORY}"
+    if "OutOfMemoryError" in names:
+        found = re.search(r"Memory on the node.*?(\S+ used / \S+ limit)", str(original), re.DOTALL)
+        used = f" ({found[1]})" if found else ""
+        return f"a host of the run is short of memory{used}, and Ray ended processes there; {_HOST_OUT_OF_MEMORY}"
     if "RayActorError" in names:
         return f"a process of the run died: {one_line(original)}; {_DIED}"
     return None

@@ -37,8 +37,8 @@ def find_step(source: Path, console: Console) -> Path | None:
     """The step folder that `source` names, its files checked against the manifest; None for any other folder.
 
     Args:
-        source: a `step_N` folder, its `policy`, the folder that holds a run's steps, or the run's own folder (config.yaml and
-            metrics.jsonl), whose recipe says where its checkpoints are.
+        source: a `step_N` folder, its `policy`, the folder that holds a run's steps, or the run's own folder
+            (config.yaml and metrics.jsonl), whose recipe says where its checkpoints are.
         console: where damaged steps that were passed over are named.
 
     Raises:

@@ -79,6 +79,22 @@ def test_a_process_that_died_is_one_line(capsys):
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
+def test_a_host_without_memory_is_one_line(capsys):
+    """A hundred lines of Ray's, none of which named a setting."""
+    from ray.exceptions import OutOfMemoryError
+
+    text = (
+        "3 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: 0ae7) "
+        "was 22.79GB used / 23.54GB limit (0.968312)\nOOM kill reason: ...\nTop 10 memory users: PID\tMEM(GB)\n"
+    )
+    assert guarded(raises(OutOfMemoryError(text))) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: a host of the run is short of memory (22.79GB used / 23.54GB limit), and Ray ended ")
+    assert "policy.sequence_packing.train_mb_tokens" in said and said.count("\n") == 1 and "kill reason" not in said
+    assert guarded(raises(OutOfMemoryError("other words"))) == 1
+    assert "short of memory, and Ray" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError(), BrokenPipeError(), FloatingPointError("loss is nan")])
 def test_a_defect_is_not_hidden(error):
     """A connection that broke during a run used to end it with status 0, as if a reader of our output had gone away."""
