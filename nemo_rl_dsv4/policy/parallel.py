@@ -22,6 +22,7 @@ from nemo_automodel.components.moe import parallelizer as moe_parallelizer
 from nemo_automodel.components.moe.layers import MoE
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.policy.dispatcher import permute_without_transformer_engine
@@ -119,26 +120,54 @@ def _patch_automodel() -> None:
     moe_parallelizer.apply_cp = _apply_cp
 
 
-def fill_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Give trainable parameters that nothing used a gradient of zero.
+def settle_gradients(parameters: Iterable[torch.nn.Parameter], *, world: int) -> None:
+    """Leave a gradient to those trainable parameters that a token of this step used, on any rank, and to no others.
 
-    Short rows use no ratio-128 compressor, and a few tokens not every expert. Under context parallelism AutoModel fills
-    in zeros, and from then on for every model of the process; elsewhere it fills in none. With a gradient everywhere an
-    optimizer's weight decay and momentum act on all parameters alike, whatever the layout.
+    Short rows use no ratio-128 compressor. Under context parallelism AutoModel fills in zeros for it, and from then on
+    for every model of the process; elsewhere it has no gradient. An optimizer's weight decay and momentum would act on
+    it in one layout and not in the other. A gradient of zeros everywhere counts as none.
+
+    Args:
+        parameters: of a model, gradients reduced and finite.
+        world: number of ranks; all of them call this.
     """
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.grad is None:
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    local = {i: _local(p.grad.detach()) for i, p in enumerate(trainable) if p.grad is not None}
+    at = [index for index, grad in local.items() if grad.numel()]
+    used = torch.zeros(len(trainable), dtype=torch.int32, device=_local(trainable[0]).device)
+    if at:
+        largest = torch.stack(torch._foreach_norm([local[index] for index in at], float("inf")))
+        used[at] = (largest > 0).to(torch.int32)
+    if world > 1:
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    for parameter, flag in zip(trainable, used.tolist(), strict=True):
+        if not flag:
+            parameter.grad = None
+        elif parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Replace every gradient by its mean over all ranks, in one all-reduce; all trainable parameters have one."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    """Replace every gradient by its mean over all ranks, in one all-reduce.
+
+    A parameter that no rank used keeps no gradient; one that only some ranks used counts as zero on the others, as
+    under FSDP.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    device = trainable[0].device
+    used = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.int32, device=device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    chosen = [parameter for parameter, flag in zip(trainable, used.tolist(), strict=True) if flag]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
     flat = torch.cat([grad.detach().reshape(-1).float() for grad in grads])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    for grad, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-        grad.copy_(mean.view_as(grad))
+    for parameter, grad, mean in zip(chosen, grads, flat.split([g.numel() for g in grads]), strict=True):
+        parameter.grad = mean.view_as(grad).to(grad.dtype)
 
 
 @dataclass

@@ -31,7 +31,7 @@ from nemo_rl_dsv4.policy.master_weights import cast_float32_units, compute_in, q
 from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
 from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler
 from nemo_rl_dsv4.policy.packing import Packing, pack_rows
-from nemo_rl_dsv4.policy.parallel import Meshes, average_gradients, fill_gradients, parallelize
+from nemo_rl_dsv4.policy.parallel import Meshes, average_gradients, parallelize, settle_gradients
 from nemo_rl_dsv4.policy.training_state import TrainingStateWriter, load_training_state
 from nemo_rl_dsv4.refit.sleep import release_workspaces
 from nemo_rl_dsv4.refit.source_scales import SourceScales
@@ -280,13 +280,13 @@ class PolicyWorker:
             (loss * self.meshes.sizes.dp).backward()
             losses.append(float(loss.detach()))
             metrics.append(part_metrics)
-        fill_gradients(self.model.parameters())
         if self.meshes.sizes.world > 1 and self.meshes.sizes.replicated:
             average_gradients(self.model.parameters())
         grad_norm = self._clip_gradients()
         if not torch.isfinite(torch.tensor(grad_norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"gradient norm is {grad_norm}; the step was not taken and weights are unchanged")
+        settle_gradients(self.model.parameters(), world=self.meshes.sizes.world)
         self._optimizer_shelf.to_device()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
