@@ -169,6 +169,25 @@ def test_an_optimizer_leaves_alone_what_no_row_uses(small_config):
     assert grads == [None] and torch.equal(unused.detach(), before) and not torch.equal(moved.detach(), start)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_worker_that_has_trained_goes_back_to_its_checkpoint(small_config, tmp_path, name):
+    """An optimizer that has a state for some parameters only, as no row used the others, broke off."""
+    small_config["compress_ratios"] = [0, 128]
+    worker, data = make_worker(small_config), batch()
+    kwargs = {"momentum": 0.9} if name == "SGD" else {}
+    worker.optimizer = getattr(torch.optim, name)(worker.model.parameters(), lr=1e-2, **kwargs)
+    train(worker, data)
+    worker.save_checkpoint(str(tmp_path / "saved"))
+    expected = [train(worker, data)["loss"] for _ in range(2)]
+    worker.load_checkpoint(str(tmp_path / "saved"))
+    assert [train(worker, data)["loss"] for _ in range(2)] == expected
+    (tmp_path / "saved" / "__0_0.distcp").write_bytes(b"")
+    moments = {id(p): dict(state) for p, state in worker.optimizer.state.items()}
+    with pytest.raises(UserError, match="cannot be restored"):
+        worker.load_checkpoint(str(tmp_path / "saved"))
+    assert {id(p): dict(state) for p, state in worker.optimizer.state.items()} == moments
+
+
 def test_an_infinite_gradient_takes_no_step(small_config):
     """C070: whatever a kernel's backward pass makes of it, a gradient that is not finite changes no weight."""
     worker, data = make_worker(small_config), batch()
