@@ -172,21 +172,23 @@ class DirectWrites:
 
     def _remaining(self) -> dict[str, int]:
         """Checksums of parameters of which a part was not sent, with what was sent set to zero."""
-        parameters = live_tensors(self._engine.model)
-        covered = dict.fromkeys(parameters, 0)
-        homes = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items() if tensor.numel()}
-        inside: dict[str, list[torch.Tensor]] = {}
+        parameters = _each_once(live_tensors(self._engine.model))
+        inside: dict[str, list[torch.Tensor]] = {name: [] for name in parameters}
+        places: dict[int, list[tuple[int, int, str]]] = {}
+        for name, tensor in parameters.items():
+            storage, start, end = _extent(tensor)
+            places.setdefault(storage, []).append((start, end, name))
         for view in (v for place in self._places.values() for v in (place.weight, place.scale) if v is not None):
-            name = homes.get(view.untyped_storage().data_ptr())
-            if name is None:
+            storage, first, last = _extent(view)
+            home = next((n for start, end, n in places.get(storage, []) if start <= first and last <= end), None)
+            if home is None:
                 raise UserError(f"a weight of shape {list(view.shape)} lies in no parameter")
-            covered[name] += view.numel()
-            inside.setdefault(name, []).append(view)
+            inside[home].append(view)
         found = {}
         for name, tensor in parameters.items():
-            if covered[name] != tensor.numel():
+            if sum(view.numel() for view in inside[name]) != tensor.numel():
                 rest = tensor.data.clone()
-                for view in inside.get(name, []):
+                for view in inside[name]:
                     offset = view.storage_offset() - tensor.storage_offset()
                     rest.as_strided(view.shape, view.stride(), offset).zero_()
                 found[name] = bytes_checksum(rest)
@@ -200,6 +202,20 @@ class DirectWrites:
         for name, tensor in reachable_tensors(model):
             if not _KV_CACHE.search(name) and tensor.numel() and tensor.untyped_storage().data_ptr() not in known:
                 yield name, tensor
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """A tensor's storage, and its first byte and the one behind its last there."""
+    size = tensor.element_size()
+    steps = sum((int(length) - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * size
+    return tensor.untyped_storage().data_ptr(), start, start + (steps + 1) * size if tensor.numel() else start
+
+
+def _each_once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the second names of memory: a router that an expert layer holds as well is in it twice."""
+    names = {_extent(tensor): name for name, tensor in reversed(tensors.items()) if tensor.numel()}
+    return {name: tensors[name] for name in tensors if name in set(names.values())}
 
 
 def _changed(before: dict[str, int], now: dict[str, int]) -> set[str]:

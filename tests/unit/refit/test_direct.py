@@ -110,6 +110,17 @@ def test_a_tensor_that_follows_the_weights_unnoticed_keeps_the_loaders(expected:
     assert engine.loads == 3
 
 
+def test_a_weight_under_two_names_is_one(expected: Any, versions: Any) -> None:  # noqa: F811
+    """vLLM's expert layer holds the router as well; its second name is no memory that changes without being sent."""
+    engine = started(expected, versions, "float")
+    engine.model.get_submodule("model.layers.1").router = engine.model.get_submodule("model.layers.1.ffn.gate")
+    names = [name for name, _ in engine.model.named_parameters(remove_duplicate=False) if "gate.weight" in name]
+    assert "model.layers.1.ffn.gate.weight" in names
+    assert "model.layers.1.router.weight" in dict(engine.model.named_parameters(remove_duplicate=False))
+    live = refitted(engine, expected, versions, 3)
+    assert live.direct is not None and (live.direct.reason, live.direct.ready, engine.loads) == (None, True, 2)
+
+
 def test_padding_that_the_loaders_change_keeps_the_loaders(expected: Any, versions: Any) -> None:  # noqa: F811
     engine = started(expected, versions, "float")
     head = engine.model.get_submodule("lm_head")
