@@ -33,6 +33,7 @@ class EngineGroup:
 
     An engine whose process dies is started again with the weights that all engines hold, and its requests run again:
     their random numbers depend on seed and row alone, so the batch is the one that would have come without the death.
+    If it is found dead during a refit, the refit is made again, for all engines.
 
     Args:
         start: starts the process of one engine, given its number: an actor with `build(spec)`,
@@ -86,7 +87,12 @@ class EngineGroup:
         """
         kept_as_it_is = isinstance(weights, ray.ObjectRef) or hasattr(weights, "deliver")
         self._weights = weights if kept_as_it_is else ray.put(weights)
-        return refit_metrics(self._load(self.actors))
+        while True:
+            try:
+                return refit_metrics(self._load(self.actors))
+            except RayActorError as error:
+                if not self._replace_dead(error):
+                    raise  # another process of the run
 
     def _load(self, actors: list[Any]) -> list[dict[str, Any]]:
         """Give engines the weights of the last update; say what their reports note."""
@@ -98,8 +104,20 @@ class EngineGroup:
             log.warning("refit: %s", note)
         return reports
 
-    def _revive(self, dead: Any, error: Exception) -> Any:
-        """Start an engine in the place of a dead one, at the same policy version."""
+    def _replace_dead(self, error: Exception) -> int:
+        """Start engines in the places of all that are dead, without weights; how many there were."""
+        dead = []
+        for actor, answer in [(actor, actor.__ray_ready__.remote()) for actor in self.actors]:
+            try:
+                ray.get(answer)
+            except RayActorError:
+                dead.append(actor)
+        for actor in dead:
+            self._replace(actor, error)
+        return len(dead)
+
+    def _replace(self, dead: Any, error: Exception) -> Any:
+        """Start an engine in the place of a dead one, without weights."""
         self.restarts += 1
         if self.restarts > MAX_RESTARTS:
             raise RuntimeError(
@@ -109,9 +127,14 @@ class EngineGroup:
         number = self.actors.index(dead)
         actor = self._start(number)
         get([actor.build.remote(self._spec)])
+        self.actors[number] = actor
+        return actor
+
+    def _revive(self, dead: Any, error: Exception) -> Any:
+        """Start an engine in the place of a dead one, at the same policy version."""
+        actor = self._replace(dead, error)
         if self._weights is not None:
             self._load([actor])
-        self.actors[number] = actor
         return actor
 
     def generate(

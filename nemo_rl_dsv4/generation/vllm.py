@@ -6,6 +6,7 @@ Weights travel in memory of a GPU or of a host, by broadcast between hosts, or a
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
+from ray.exceptions import RayActorError
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.engine_group import EngineGroup
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from nemo_rl_dsv4.generation.vllm_settings import VllmSpec
 
 SHARED_MEMORY = Path("/dev/shm")
+
+log = logging.getLogger(__name__)
 
 
 @ray.remote
@@ -185,10 +189,25 @@ class VllmGeneration(EngineGroup):
             self.asleep = True
 
     def _sleep(self) -> None:
-        get([actor.sleep.remote() for actor in self.actors])
+        for _, result in self._on_all("sleep"):
+            if isinstance(result, RayActorError):
+                log.warning("a rollout engine died before it was put to sleep (%s)", result)
 
     def _wake(self, tag: str) -> None:
-        get([actor.wake_up.remote(tag) for actor in self.actors])
+        for actor, result in self._on_all("wake_up", tag):
+            if isinstance(result, RayActorError):
+                self._replace(actor, result)  # a new engine is awake
+
+    def _on_all(self, method: str, *args: Any) -> list[tuple[Any, Any]]:
+        """Call a method of every engine; each with its result, or with the error of one that is dead."""
+        calls = [(actor, getattr(actor, method).remote(*args)) for actor in self.actors]
+        results = []
+        for actor, call in calls:
+            try:
+                results.append((actor, get([call])[0]))
+            except RayActorError as error:
+                results.append((actor, error))
+        return results
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probabilities of every token but the first, by one prefill of each sequence on the first engine."""

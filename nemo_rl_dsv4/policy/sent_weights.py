@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.refit.delivery import Delivery, Seat, Transport, plan_delivery
@@ -94,10 +94,17 @@ def _both(sending: list[Any], receiving: list[Any]) -> list[Any]:
         (done,), waiting = ray.wait(waiting, num_returns=1)
         try:
             ray.get(done)
-        except RayTaskError as error:  # the other ends hear of it from the transport
+        except (RayTaskError, RayActorError) as error:  # the other ends hear of it from the transport
             failed[done] = error
-    # A rank's own error first, then one of an engine, last of those who only heard that others failed.
+    # A process that died first; then a rank's own error, then one of an engine, last of those who only heard of others.
     told = [ref for ref in (*sending, *receiving) if ref in failed]
-    for ref in sorted(told, key=lambda ref: "not committed" in str(failed[ref].cause)):
+    for ref in sorted(told, key=lambda ref: _rank_of_failure(failed[ref])):
         get([ref])
     return get(receiving)
+
+
+def _rank_of_failure(error: Exception) -> int:
+    """The lower, the nearer to what went wrong."""
+    if isinstance(error, RayActorError):
+        return 0
+    return 2 if "not committed" in str(getattr(error, "cause", "")) else 1

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.exceptions import RayActorError
 
 from nemo_rl_dsv4.generation import engine_group
 from nemo_rl_dsv4.generation.engine_group import EngineGroup
@@ -111,6 +112,34 @@ def test_a_dead_engine_is_replaced_at_the_same_policy_version(tmp_path: Path) ->
     assert answers(rollout) == WANTED
     assert rollout.restarts == 1
     assert len(set(map(str, before)) & set(map(str, rollout.actors))) == 1
+    rollout.shutdown()
+
+
+def test_a_refit_that_finds_an_engine_dead_is_made_again_for_all() -> None:
+    """It died after its last batch: nobody has asked it for anything since."""
+    rollout = group(Spec())
+    kept, dead = rollout.actors
+    ray.kill(dead)
+    assert rollout.update_weights(8)["bytes"] == 8.0
+    assert rollout.restarts == 1 and rollout.actors[0] is kept and rollout.actors[1] is not dead
+    assert answers(rollout) == [[length, 8, seed] for length, _, seed in WANTED]
+    rollout.shutdown()
+
+
+def test_another_process_that_died_in_a_refit_ends_it() -> None:
+    """Engines are all there: starting one again would help nobody."""
+
+    class Sent:
+        asked = 0
+
+        def deliver(self, engines: list[Any]) -> list[dict[str, Any]]:
+            self.asked += 1
+            raise RayActorError(error_msg="a rank of the policy")
+
+    rollout, sent = group(Spec()), Sent()
+    with pytest.raises(RayActorError, match="a rank of the policy"):
+        rollout.update_weights(sent)
+    assert (sent.asked, rollout.restarts) == (1, 0)
     rollout.shutdown()
 
 

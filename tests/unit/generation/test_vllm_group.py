@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ray.exceptions import RayActorError
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation import engine_group, vllm
@@ -119,6 +120,40 @@ def test_a_failed_load_leaves_a_sleeping_engine_asleep(sleepy) -> None:
     assert notes == ["wake weights", "load version-2", "sleep"] and group.asleep
     group.prepare_for_generation()
     assert notes[3:] == ["wake weights", "load version-1", "wake kv_cache"]
+
+
+def test_an_engine_that_died_asleep_is_started_again_when_the_others_wake(sleepy, monkeypatch) -> None:
+    """A dead one has nothing to give back, and a new one is awake: neither is asked twice."""
+    group, notes = sleepy
+    dead = SimpleNamespace(sleep=Answer(RayActorError()), wake_up=Answer(RayActorError()))
+    group.actors.append(dead)
+    group._spec, group.restarts = None, 0
+    group._start = lambda number: SimpleNamespace(build=Answer(notes.append(f"start {number}")), wake_up=Answer(None))
+
+    def answered(answers: list[object]) -> list[object]:
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    monkeypatch.setattr(vllm, "get", answered)
+    monkeypatch.setattr(engine_group, "get", answered)
+    group.bucket_folder(1).mkdir()
+    group.update_weights(group.bucket_folder(1))
+    group.finish_generation()
+    group.prepare_for_generation()
+    assert notes == ["load version-1", "sleep", "wake weights", "start 1", "load version-1", "wake kv_cache"]
+    assert group.restarts == 1 and group.actors[1] is not dead
+
+
+class Answer:
+    """A method of an actor, and what it answers."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def remote(self, *words: object) -> object:
+        return self._value
 
 
 def test_weights_that_are_sent_leave_no_buckets_behind(group, monkeypatch) -> None:
