@@ -189,15 +189,14 @@ def start_engine(
         os.environ.setdefault(key, value)
     from vllm import LLM
 
-    arguments: dict[str, Any] = {"gpu_memory_utilization": 0.08}
+    # A KV pool of a stated size: nothing is measured while other processes take memory on the same GPU.
+    arguments: dict[str, Any] = {"gpu_memory_utilization": 0.08, "kv_cache_memory_bytes": 4 << 30}
     if tensor_parallel > 1:
-        # A KV pool of a stated size: nothing is measured while other processes take memory on the same GPUs.
-        arguments = {
+        arguments |= {
             "tensor_parallel_size": tensor_parallel,
             "distributed_executor_backend": "mp",
             "disable_custom_all_reduce": True,
             "gpu_memory_utilization": 0.2,
-            "kv_cache_memory_bytes": 4 << 30,
         }
     return LLM(
         model=str(checkpoint),
