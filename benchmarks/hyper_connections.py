@@ -25,6 +25,10 @@ from nemo_rl_dsv4.numerics.hyper_connections import (
     norm_from_squares,
     tf32_values,
 )
+from nemo_rl_dsv4.numerics.products import tf32_linear
+
+Project = Callable[[Tensor], Tensor]
+"""Flat streams [T, N * D] to their projection [T, (2 + N) N], before the scaling by their root mean square."""
 
 STREAMS, EPS, SINKHORN = 4, 1e-6, 20
 
@@ -86,11 +90,11 @@ def speed(tokens: int, width: int) -> None:
         print(f"| {name} | {forward:.3f} | {milliseconds(both):.3f} | {forward / copy:.2f} |")
 
 
-def coefficients(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """pre, post and comb of streams [T, N, D] in float64 from weights fn [(2 + N) N, N D]."""
+def coefficients(streams: Tensor, project: Project, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """pre, post and comb of streams [T, N, D] in float64 from their projection."""
     n = STREAMS
-    flat = streams.flatten(1).double()
-    mixes = flat @ fn.double().t() * torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
+    flat = streams.flatten(1)
+    mixes = project(flat).double() * torch.rsqrt(flat.double().square().mean(-1, keepdim=True) + EPS)
     scale, base = scale.double(), base.double()
     pre = torch.sigmoid(mixes[:, :n] * scale[0] + base[:n]) + EPS
     post = 2 * torch.sigmoid(mixes[:, n : 2 * n] * scale[1] + base[n : 2 * n])
@@ -100,6 +104,16 @@ def coefficients(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor) -> tu
         comb = comb / (comb.sum(-1, keepdim=True) + EPS)
         comb = comb / (comb.sum(-2, keepdim=True) + EPS)
     return pre, post, comb
+
+
+def exactly(weight: Tensor) -> Project:
+    """Products and sums in float64."""
+    return lambda flat: flat.double() @ weight.double().t()
+
+
+def on_tensor_cores(weight: Tensor) -> Project:
+    """As the trainer's GPU takes them, in parts of `products.SPLIT` columns."""
+    return lambda flat: tf32_linear(flat[:, : weight.shape[1]].float(), tf32_values(weight))
 
 
 def against_vllm(tokens: int, width: int) -> None:
@@ -125,12 +139,17 @@ def against_vllm(tokens: int, width: int) -> None:
     )
     print(f"  differ from vLLM's, AutoModel's expression {differing(inline(post, comb, out, streams), mixed):.2e}")
     truncated = (fn.view(torch.int32) & ~0x1FFF).view(torch.float32)
-    readings = {"float32 weights": fn, "TF32, to nearest": tf32_values(fn), "TF32, truncated": truncated}
+    readings = {
+        "float32 weights": exactly(fn),
+        "TF32, truncated": exactly(truncated),
+        "TF32, to nearest": exactly(tf32_values(fn)),
+        "on tensor cores": on_tensor_cores(fn),
+    }
 
-    def compare(name: str, given: Tensor, found: tuple[Tensor, Tensor, Tensor], weights: dict[str, Tensor]) -> None:
+    def compare(name: str, given: Tensor, found: tuple[Tensor, Tensor, Tensor], projects: dict[str, Project]) -> None:
         print(f"{name}, {len(given)} tokens: relative error of post / comb, share of normed inputs that differ")
-        for reading, w in weights.items():
-            pre, post, comb = coefficients(given, w, scale, base)
+        for reading, project in projects.items():
+            pre, post, comb = coefficients(given, project, scale, base)
             collapsed = (pre.unsqueeze(-1) * given.double()).sum(1)
             narrow = collapsed.bfloat16()
             before = norm_from_squares(narrow, collapsed.square().mean(-1, keepdim=True).float(), weight, EPS)
@@ -151,8 +170,13 @@ def against_vllm(tokens: int, width: int) -> None:
         out, fn, *settings, norm_weight=weight, norm_eps=EPS, fn_broadcast=total.contiguous()
     )
     zeros = torch.zeros(rows, (STREAMS - 1) * width, device="cuda")
-    sums = {"float32 weights": fn, "TF32 of the sum": torch.cat([tf32_values(total), zeros], 1)}
-    compare("first layer", copies, tuple(found), {**sums, "TF32, to nearest": tf32_values(fn)})  # pyright: ignore[reportArgumentType]
+    sums = {
+        "float32 weights": exactly(fn),
+        "TF32, to nearest": exactly(tf32_values(fn)),
+        "TF32 of the sum": exactly(torch.cat([tf32_values(total), zeros], 1)),
+        "on tensor cores": on_tensor_cores(total),
+    }
+    compare("first layer", copies, tuple(found), sums)  # pyright: ignore[reportArgumentType]
 
 
 def main() -> None:

@@ -78,6 +78,8 @@ _PRODUCTS = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
+    _aten.mm.dtype,
+    _aten.bmm.dtype,
     _aten.baddbmm.default,
     _aten._grouped_mm.default,
 }

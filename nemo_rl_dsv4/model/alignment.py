@@ -10,19 +10,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from nemo_automodel.components.models.deepseek_v4 import layers as v4_layers
 from nemo_automodel.components.models.deepseek_v4 import model as v4_model
 from nemo_automodel.components.moe.experts import GroupedExpertsDeepEP
 from nemo_automodel.components.moe.layers import MLP, Gate, MoE
-from torch import nn
+from torch import Tensor, nn
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.seam import Seam, attach, during, engine_dtype, wrap_function
 from nemo_rl_dsv4.model.seams_attention import Fp32Compressor, attach_attention_call
 from nemo_rl_dsv4.model.seams_experts import AUTOMODEL_STEPS, expert_class, set_hidden
 from nemo_rl_dsv4.model.seams_linear import CastsInput, EngineWeight
-from nemo_rl_dsv4.model.seams_streams import attach_streams
+from nemo_rl_dsv4.model.seams_streams import Waiting, attach_streams
 from nemo_rl_dsv4.numerics.alignment import SWITCHES
+from nemo_rl_dsv4.numerics.products import bf16_linear, on_tensor_cores
 from nemo_rl_dsv4.numerics.profiles import RolloutProfile
 
 
@@ -32,6 +34,18 @@ class Fp32Rope(Seam):
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, float32; AutoModel takes only device and dtype from `x`."""
         return super().forward(x.new_empty(0, dtype=torch.float32), position_ids)
+
+
+class RouterInput(Waiting):
+    """float32 tokens of BF16 values, whose product with a router's weight is taken on tensor cores."""
+
+    @classmethod
+    def steps(cls) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+        """See `Waiting`."""
+        return {
+            **dict.fromkeys((Tensor.to, Tensor.float), lambda x, *args, **kwargs: x),
+            F.linear: lambda x, weight, bias=None: bf16_linear(x.as_subclass(Tensor), weight, bias),
+        }
 
 
 class Fp32Gate(Seam):
@@ -44,7 +58,11 @@ class Fp32Gate(Seam):
         """[T, hidden] to routing weights [T, k], expert ids [T, k], and AutoModel's auxiliary loss."""
         module: Any = self
         float32 = self._logits_fp32 or not hasattr(module, "router_weights_fp32")  # a hash gate's logits always are
-        weights, indices, aux_loss = super().forward(x.float() if float32 else x, *args, **kwargs)
+        given = x
+        if float32:
+            bf16 = x.dtype == module.weight.dtype == torch.bfloat16
+            given = x.float().as_subclass(RouterInput) if bf16 and on_tensor_cores(x) else x.float()
+        weights, indices, aux_loss = super().forward(given, *args, **kwargs)
         return weights if self._weights_fp32 else weights.to(x.dtype), indices, aux_loss
 
 

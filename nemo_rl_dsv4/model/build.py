@@ -6,7 +6,7 @@ dtype and placement that a trainer has to undo. Everything here works on a CPU a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -105,29 +105,43 @@ def materialize(model: torch.nn.Module, device: torch.device) -> torch.nn.Module
         return model
     model.to_empty(device=device)
     held = set(model.state_dict())
-    for wrapped_path, module in model.named_modules():
-        path = wrapped_path.replace("_checkpoint_wrapped_module.", "")  # a state dict has no activation checkpointing
-        for name, buffer in module.named_buffers(recurse=False):
-            if (f"{path}.{name}" if path else name) in held:
-                continue
-            rebuilt = _rotary_frequencies(path, model, device) if name == "inv_freq" else None
-            if rebuilt is None:
+    for path, module in _modules(model):
+        for name, _ in module.named_buffers(recurse=False):
+            computed = path in _ROTARY and name == "inv_freq"
+            if not computed and (f"{path}.{name}" if path else name) not in held:
                 raise UserError(f"model: buffer {path}.{name} is in no checkpoint and cannot be computed again")
-            buffer.copy_(rebuilt)
+    compute_rotary_frequencies(model, device)
     return model
 
 
-def _rotary_frequencies(path: str, model: torch.nn.Module, device: torch.device) -> torch.Tensor | None:
+_ROTARY = {"model.rotary_emb": False, "model.rotary_emb_compress": True}
+"""Path of a rotary embedding -> whether it is the one of compressed layers."""
+
+
+def _modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules by the path that state dicts know, which has no activation checkpointing."""
+    for path, module in model.named_modules():
+        yield path.replace("_checkpoint_wrapped_module.", ""), module
+
+
+def compute_rotary_frequencies(model: torch.nn.Module, device: torch.device) -> None:
+    """Compute the rotary embeddings' frequencies on `device`, as an engine on such a device does.
+
+    The powers of a GPU and of a CPU differ in their last bit, and after them the rotary tables and what is rounded.
+    """
     from nemo_automodel.components.models.deepseek_v4.layers import DeepseekV4RotaryEmbedding
 
     config: Any = model.config
-    compressed = {"model.rotary_emb": False, "model.rotary_emb_compress": True}.get(path)
-    if compressed is None:
-        return None
-    return DeepseekV4RotaryEmbedding(
-        rope_theta=float(config.compress_rope_theta if compressed else config.rope_theta),
-        head_dim=int(config.head_dim),
-        partial_rotary_factor=config.qk_rope_head_dim / config.head_dim,
-        # `model.alignment` leaves the engine's scaling of window layers on the module.
-        rope_scaling=config.rope_scaling if compressed else getattr(model.get_submodule(path), "window_scaling", None),
-    ).inv_freq.to(device)
+    for path, module in _modules(model):
+        compressed = _ROTARY.get(path)
+        if compressed is None:
+            continue
+        with device:
+            made = DeepseekV4RotaryEmbedding(
+                rope_theta=float(config.compress_rope_theta if compressed else config.rope_theta),
+                head_dim=int(config.head_dim),
+                partial_rotary_factor=config.qk_rope_head_dim / config.head_dim,
+                # `model.alignment` leaves the engine's scaling of window layers on the module.
+                rope_scaling=config.rope_scaling if compressed else getattr(module, "window_scaling", None),
+            )
+        module.get_buffer("inv_freq").copy_(made.inv_freq)

@@ -19,6 +19,7 @@ from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.seam import Seam, attach, during, engine_dtype, wrap_function
 from nemo_rl_dsv4.numerics import QuantSpec, fake_quant
 from nemo_rl_dsv4.numerics.attention import attend_with_rounded_weights
+from nemo_rl_dsv4.numerics.products import bf16_scores
 from nemo_rl_dsv4.numerics.rotary import inverse_rope_fake_quant
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -187,8 +188,7 @@ def _attend_rounded(
             "drops nothing: set policy.hf_config_overrides.attention_dropout=0, or the switch to false"
         )
     wide = call.seam._attention_fp32
-    q, k = (query.float(), key.float()) if wide else (query, key)
-    scores = torch.matmul(q, k.transpose(2, 3)).float()
+    scores = bf16_scores(query, key) if wide else torch.matmul(query, key.transpose(2, 3)).float()
     largest_window = module.sliding_window
     if attention_mask is None:
         visible = torch.ones(1, 1, *scores.shape[2:], dtype=torch.bool, device=query.device)

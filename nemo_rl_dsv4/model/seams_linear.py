@@ -11,6 +11,7 @@ from torch import nn
 from nemo_rl_dsv4.model.seam import Seam, attach, engine_dtype, overlaid
 from nemo_rl_dsv4.model.weight_rounding import WeightRounding, _RoundedOnce
 from nemo_rl_dsv4.numerics import QuantSpec, fake_quant
+from nemo_rl_dsv4.numerics.products import bf16_linear, on_tensor_cores
 
 
 class Rounded(Seam):
@@ -59,7 +60,10 @@ class EngineWeight(Seam):
         if dtype is None or dtype == torch.float32:
             return super().forward(x)
         weight = module.weight
-        module.__dict__["weight"] = _RoundedOnce.apply(weight, weight.detach().to(dtype).to(weight.dtype))
+        rounded = _RoundedOnce.apply(weight, weight.detach().to(dtype).to(weight.dtype))
+        if dtype == torch.bfloat16 and on_tensor_cores(x):
+            return bf16_linear(x, rounded, module.bias)
+        module.__dict__["weight"] = rounded
         try:
             return super().forward(x)
         finally:

@@ -11,14 +11,18 @@ Shapes: B batch, S tokens, N streams, D channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from nemo_automodel.components.models.deepseek_v4 import layers as v4_layers
 from torch import Tensor, nn
 
-from nemo_rl_dsv4.model.seam import Seam, attach
+from nemo_rl_dsv4.model.seam import Seam, attach, during, wrap_function
 from nemo_rl_dsv4.numerics.hyper_connections import mix_streams, norm_from_squares, tf32_weight
+from nemo_rl_dsv4.numerics.products import on_tensor_cores, tf32_linear
 
 MEAN_SQUARE = "_mean_square_before_cast"
 """Attribute of a collapsed BF16 tensor: its mean square [B, S, 1] in float32, before the cast."""
@@ -49,18 +53,35 @@ class HyperConnection(Seam):
         if not self._narrow:
             return super().forward(hidden_streams)
         module: Any = self
-        if self._tf32:
-            fn = module._parameters["fn"].float()
-            module.__dict__["fn"] = tf32_weight(fn, module.hc_mult if self._same_streams else 1)
-        try:
-            pre, post, comb = super().forward(hidden_streams)
-        finally:
-            module.__dict__.pop("fn", None)
+        with during(_projected_first, self if self._tf32 and on_tensor_cores(hidden_streams) else None):
+            if self._tf32 and _projected_first.get() is None:
+                fn = module._parameters["fn"].float()
+                module.__dict__["fn"] = tf32_weight(fn, module.hc_mult if self._same_streams else 1)
+            try:
+                pre, post, comb = super().forward(hidden_streams)
+            finally:
+                module.__dict__.pop("fn", None)
         if self._norm_fp32:
             pre = pre.as_subclass(CollapseWeights)
         if self._mix_fp32:
             post, comb = post.as_subclass(MixWeights), comb.as_subclass(MixWeights)
         return pre, post, comb
+
+
+_projected_first: ContextVar[Any] = ContextVar("_projected_first", default=None)
+"""The hyper-connection whose projection comes before the norm of its streams; None elsewhere."""
+
+
+def _streams_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def rms_norm(x: Tensor, eps: float) -> Tensor:
+        module = _projected_first.get()
+        if module is None:
+            return original(x, eps)
+        streams = x.as_subclass(StreamsToProject)
+        streams.eps, streams.count = eps, module.hc_mult if module._same_streams else 1
+        return streams
+
+    return rms_norm
 
 
 class StreamNorm(Seam):
@@ -75,7 +96,7 @@ class StreamNorm(Seam):
         return norm_from_squares(x, mean_square, module.weight, module.eps)
 
 
-class _Waiting(Tensor):
+class Waiting(Tensor):
     """float32 coefficients [..., N] or [..., N, N] that decide themselves how they are applied.
 
     Whatever is not named here (hooks, shapes, dtypes) is a plain tensor's.
@@ -95,12 +116,12 @@ class _Waiting(Tensor):
         return {}
 
 
-class MixWeights(_Waiting):
+class MixWeights(Waiting):
     """post or comb: `post.to(dtype).unsqueeze(-1) * out + matmul(comb.transpose(-1, -2).to(dtype), streams)`."""
 
     @classmethod
     def steps(cls) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """See `_Waiting`."""
+        """See `Waiting`."""
         return {
             Tensor.to: lambda weights, *args, **kwargs: weights,
             Tensor.unsqueeze: lambda weights, dim: Tensor.unsqueeze(weights, dim).as_subclass(cls),
@@ -111,24 +132,24 @@ class MixWeights(_Waiting):
         }
 
 
-class CollapseWeights(_Waiting):
+class CollapseWeights(Waiting):
     """pre: `(pre.unsqueeze(-1) * streams).sum(dim=2).to(dtype)`."""
 
     @classmethod
     def steps(cls) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """See `_Waiting`."""
+        """See `Waiting`."""
         return {
             Tensor.unsqueeze: lambda weights, dim: Tensor.unsqueeze(weights, dim).as_subclass(cls),
             **dict.fromkeys((Tensor.mul, Tensor.__mul__), _weighted),
         }
 
 
-class Collapsing(_Waiting):
+class Collapsing(Waiting):
     """Weighted streams on their way to one rounded tensor that knows its mean square."""
 
     @classmethod
     def steps(cls) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """See `_Waiting`."""
+        """See `Waiting`."""
         return {Tensor.sum: lambda terms, dim: Tensor.sum(terms, dim=dim).as_subclass(cls), Tensor.to: _collapsed}
 
 
@@ -144,6 +165,30 @@ def _collapsed(total: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = _plain(total).to(dtype)
     setattr(rounded, MEAN_SQUARE, _plain(total).detach().square().mean(-1, keepdim=True))
     return rounded
+
+
+class StreamsToProject(Waiting):
+    """Flat streams [..., N * D] on their way through `F.linear(rms_norm(streams), fn)`.
+
+    The kernel multiplies the BF16 streams with TF32 weights, then scales. Where all streams are one (`count` of them)
+    it multiplies that one with the sum of the weight's parts.
+    """
+
+    eps: float
+    count: int
+
+    @classmethod
+    def steps(cls) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+        """See `Waiting`."""
+        return {F.linear: _projected}
+
+
+def _projected(streams: StreamsToProject, weight: Tensor) -> Tensor:
+    eps, count, flat = streams.eps, streams.count, _plain(streams)
+    scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+    if count > 1:
+        flat, weight = flat.unflatten(-1, (count, -1))[..., 0, :], weight.unflatten(-1, (count, -1)).sum(-2)
+    return tf32_linear(flat, tf32_weight(weight)) * scale
 
 
 @dataclass(frozen=True)
@@ -168,6 +213,7 @@ def attach_streams(layers: Sequence[nn.Module], *, mix_fp32: bool, tf32: bool, n
         tf32: multiply the coefficients' projection with TF32 weights.
         norm_fp32: norms take the mean square of the collapsed streams before their cast.
     """
+    wrap_function(v4_layers, "_rms_norm_last_dim", _streams_norm)
     for number, layer in enumerate(layers):
         block: Any = layer
         attach(block, StreamsBlock)

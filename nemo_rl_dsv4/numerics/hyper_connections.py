@@ -106,8 +106,9 @@ def tf32_weight(weight: Tensor, repeats: int = 1) -> Tensor:
 
 
 def tf32_values(x: Tensor) -> Tensor:
-    """float32 values rounded to TF32 (10 mantissa bits), to nearest, ties away from zero."""
-    rounded = ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    """float32 values rounded to TF32 (10 mantissa bits), to nearest, ties to even, as TMA loads round them."""
+    bits = x.contiguous().view(torch.int32)
+    rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x)
 
 

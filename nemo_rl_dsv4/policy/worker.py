@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.build import compute_rotary_frequencies
 from nemo_rl_dsv4.model.fp8 import install_fp8
 from nemo_rl_dsv4.model.qat import InstallReport, install_numerics, invalidate_rounded_weights
 from nemo_rl_dsv4.model.quantized_weights import weight_roundings
@@ -127,6 +128,8 @@ class PolicyWorker:
             self.device = torch.device("cuda", torch.cuda.current_device())
             for buffer in self.model.buffers():
                 buffer.data = buffer.data.to(self.device)
+        if self.device.type == "cuda":
+            compute_rotary_frequencies(self.model, self.device)
         self.micro_batch_size, self.logprob_batch_size = micro_batch_size, logprob_batch_size
         self.max_grad_norm = max_grad_norm
         self.optimizer = build_optimizer(self.model.parameters(), optimizer["name"], optimizer["kwargs"])

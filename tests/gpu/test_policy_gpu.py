@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nemo_automodel.components.models.deepseek_v4.layers import DeepseekV4RotaryEmbedding
 
 from nemo_rl_dsv4.model.build import CPU_BACKEND, build_model
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
@@ -95,3 +96,17 @@ def test_a_rank_that_sleeps_leaves_the_gpu_and_goes_on_where_it_was(config_once,
         found.append(numbers)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(torch.as_tensor(other), torch.as_tensor(one), rtol=1e-5, atol=1e-5)
+
+
+def test_rotary_frequencies_are_those_that_a_gpu_computes(config_once, training_once):
+    """An engine makes its tables there; a CPU's powers differ in the last bit."""
+    rotary = worker(config_once, training_once, "cuda").model.model.rotary_emb_compress
+    config = automodel_config(config_once)
+    with torch.device("cuda"):
+        wanted = DeepseekV4RotaryEmbedding(
+            rope_theta=float(config.compress_rope_theta),
+            head_dim=config.head_dim,
+            partial_rotary_factor=config.qk_rope_head_dim / config.head_dim,
+            rope_scaling=config.rope_scaling,
+        )
+    assert torch.equal(rotary.inv_freq, wanted.inv_freq)

@@ -10,13 +10,13 @@ import torch
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.engine_numerics import flash_attention
 from nemo_rl_dsv4.generation.reference import ReferenceEngine
-from nemo_rl_dsv4.model import seams_attention
+from nemo_rl_dsv4.model import alignment, seams_attention, seams_linear
 from nemo_rl_dsv4.model.alignment import install_alignment, resolve_alignment
-from nemo_rl_dsv4.model.build import CPU_BACKEND, build_model, materialize
+from nemo_rl_dsv4.model.build import CPU_BACKEND, build_model, compute_rotary_frequencies, materialize
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.qat import SWITCHES as SITE_GROUPS
 from nemo_rl_dsv4.model.qat import install_numerics
-from nemo_rl_dsv4.numerics import get_profile
+from nemo_rl_dsv4.numerics import get_profile, products
 from nemo_rl_dsv4.numerics.alignment import DIFFERENCES, SWITCHES
 from nemo_rl_dsv4.refit import export_weights
 
@@ -79,6 +79,12 @@ def test_yarn_reaches_window_layers_only_where_the_engine_has_it(config_once, tr
     on_meta = build_model(automodel_config(config_once), seed=0, device=torch.device("meta"))
     install_alignment(on_meta, HOPPER)
     assert torch.equal(materialize(on_meta, torch.device("cpu")).model.rotary_emb.inv_freq, after)
+    compressed = model.model.rotary_emb_compress.inv_freq.clone()
+    for rotary in (model.model.rotary_emb, model.model.rotary_emb_compress):
+        rotary.inv_freq.zero_()
+    compute_rotary_frequencies(model, torch.device("cpu"))
+    assert torch.equal(model.model.rotary_emb.inv_freq, after)
+    assert torch.equal(model.model.rotary_emb_compress.inv_freq, compressed)
     engine = ReferenceEngine(config_once, HOPPER)
     torch.testing.assert_close(engine.model.model.rotary_emb.main_inv_freq, after)
     without = make_model({**config_once, "rope_scaling": None}, training_once, torch.float32)
@@ -146,3 +152,33 @@ def test_overrides_and_defaults():
     assert resolve_alignment(HOPPER, {"gate_fp32": None})["gate_fp32"] is True
     with pytest.raises(UserError, match="unknown keys \\['rope'\\]; wanted some of \\['rope_fp32'"):
         resolve_alignment(HOPPER, {"rope": True})
+
+
+def test_products_of_bf16_values_are_taken_as_the_engine_takes_them(config_once, training_once, monkeypatch):
+    """On a GPU: attention scores, routers, compressors and the head, once each; other sums are all that differs."""
+    names = ("attention_fp32", "attention_probs_bf16", "gate_fp32", "compressor_fp32", "logits_bf16")
+    on = {**NONE, **dict.fromkeys(names, True)}
+    model = make_model(config_once, training_once, torch.bfloat16)
+    install_alignment(model, HOPPER, on)
+    on_cpu, taken = logits(model), []
+    for module in (alignment, seams_linear, products):
+        monkeypatch.setattr(module, "on_tensor_cores", lambda x: True)
+    monkeypatch.setattr(products, "_Bf16Product", Counting(products._Bf16Product, taken))
+    on_gpu = logits(model)
+    ratios = config_once["compress_ratios"][: config_once["num_hidden_layers"]]
+    compressors = sum(ratio > 0 for ratio in ratios) + sum(ratio == 4 for ratio in ratios)  # an indexer has its own
+    assert len(taken) == 2 * len(ratios) + 2 * compressors + 1
+    assert taken[-1][1][1] == config_once["vocab_size"]
+    assert float((on_gpu - on_cpu).square().mean().sqrt()) < 0.02 * float(on_cpu.std())
+
+
+class Counting:
+    """An autograd function that notes its arguments, as the product reads them."""
+
+    def __init__(self, function, taken):
+        self._function, self._taken = function, taken
+
+    def apply(self, a, b):
+        assert all(torch.equal(x, x.bfloat16().to(x.dtype)) for x in (a, b)), "a product of more than BF16 values"
+        self._taken.append((a.shape, b.shape))
+        return self._function.apply(a, b)

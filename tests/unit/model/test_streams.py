@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from nemo_rl_dsv4.generation.reference import ReferenceEngine
+from nemo_rl_dsv4.model import seams_streams
 from nemo_rl_dsv4.model.alignment import install_alignment
 from nemo_rl_dsv4.model.build import CPU_BACKEND, build_model
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.qat import SWITCHES as SITE_GROUPS
 from nemo_rl_dsv4.model.qat import install_numerics
 from nemo_rl_dsv4.numerics import get_profile
+from nemo_rl_dsv4.numerics import products as numerics_products
 from nemo_rl_dsv4.numerics.alignment import SWITCHES
 from nemo_rl_dsv4.numerics.hyper_connections import tf32_values
 from nemo_rl_dsv4.refit import export_weights
@@ -77,7 +79,15 @@ def test_streams_are_mixed_in_float32_and_cast_once(config_once, training_once):
     assert share(calls["ffn_hc"][0], wanted) > 0.05  # AutoModel as it is
 
 
-def test_coefficients_come_from_tf32_weights_and_the_first_from_their_sum(config_once, training_once):
+@pytest.fixture(params=[False, True], ids=["float32", "tensor cores"])
+def products(request, monkeypatch):
+    """The path of products that GPUs take, with the CPU's arithmetic, and the one of CPUs."""
+    if request.param:
+        for module in (seams_streams, numerics_products):
+            monkeypatch.setattr(module, "on_tensor_cores", lambda x: True)
+
+
+def test_coefficients_come_from_tf32_weights_and_the_first_from_their_sum(config_once, training_once, products):
     aligned, plain = make_model(config_once, training_once), make_model(config_once, training_once)
     install_alignment(aligned, HOPPER, {**NONE, "hc_tf32": True})
     blocks, originals = list(aligned.model.layers.values()), list(plain.model.layers.values())
@@ -114,7 +124,7 @@ def test_norms_use_the_mean_square_before_the_cast(config_once, training_once):
 
 
 @pytest.mark.parametrize("switches", [("hc_mix_fp32",), ("hc_mix_fp32", "hc_tf32", "hc_norm_fp32")])
-def test_gradients_are_those_of_the_float32_model(config_once, training_once, switches):
+def test_gradients_are_those_of_the_float32_model(config_once, training_once, switches, products):
     """Against a float32 model: about as near as AutoModel's own BF16 gradients are; the rest is experts that flip."""
 
     def gradients(dtype: torch.dtype, on: tuple[str, ...]) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ def load() -> dict[str, ModuleType]:
         "rotary",
         "hyper_connections",
         "stacks",
+        "tf32",
         "transpose",
         "word_sums",
     )

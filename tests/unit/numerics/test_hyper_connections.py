@@ -64,10 +64,10 @@ def test_mixing_refuses_what_does_not_fit():
 
 def test_tf32_values():
     one, ulp = 1.0, 2.0**-10
-    given = torch.tensor([one, one + ulp, one + ulp / 2, one + ulp * 0.49, -one - ulp / 2, 0.0, float("inf"), 3e-39])
-    wanted = [one, one + ulp, one + ulp, one, -one - ulp, 0.0, float("inf")]
-    found = tf32_values(given)
-    assert found[:7].tolist() == wanted and abs(float(found[7]) / 3e-39 - 1) < 2e-3  # subnormal: fewer bits
+    ties = {one + ulp / 2: one, one + 3 * ulp / 2: one + 2 * ulp, -one - ulp / 2: -one, 2 - ulp / 2: 2.0}  # to even
+    others = {one: one, one + ulp: one + ulp, one + ulp * 0.49: one, 0.0: 0.0, float("inf"): float("inf")}
+    assert tf32_values(torch.tensor([*ties, *others])).tolist() == [*ties.values(), *others.values()]
+    assert abs(float(tf32_values(torch.tensor([3e-39]))) / 3e-39 - 1) < 2e-3  # subnormal: fewer bits
     assert tf32_values(torch.tensor([float("nan")])).isnan().all()
     x = torch.randn(1000, generator=torch.Generator().manual_seed(2))
     assert float((tf32_values(x) / x - 1).abs().max()) <= 2.0**-11
