@@ -28,6 +28,7 @@ from arguments import at_least
 
 from nemo_rl_dsv4.numerics import fake_quant, get_profile
 from nemo_rl_dsv4.numerics.attention import attend_with_rounded_weights
+from nemo_rl_dsv4.numerics.products import bf16_scores
 
 HEADS, WIDTH, WINDOW, PAGE = 64, 512, 128, 64
 SCALING = WIDTH**-0.5
@@ -51,8 +52,8 @@ def causal(tokens: int, device: str) -> Tensor:
 
 
 def scores_of(query: Tensor, keys: Tensor) -> Tensor:
-    """float32 [1, H, T, K] of queries [T, H, D] and keys [K, D]."""
-    return torch.matmul(query.float().transpose(0, 1), keys.float().T)[None]
+    """float32 [1, H, T, K] of queries [T, H, D] and keys [K, D], as the trainer takes them."""
+    return bf16_scores(query.transpose(0, 1)[None], keys[None, None])
 
 
 def rounded(scores: Tensor, keys: Tensor, visible: Tensor, sinks: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ from nemo_rl_dsv4.model.fp8_gemm import scaled_linear
 from nemo_rl_dsv4.model.weight_rounding import QuantizedWeight
 from nemo_rl_dsv4.numerics import QuantSpec, fake_quant, get_profile
 from nemo_rl_dsv4.numerics.attention import attend_with_rounded_weights
+from nemo_rl_dsv4.numerics.products import bf16_scores
 from nemo_rl_dsv4.numerics.rotary import inverse_rope_fake_quant
 from nemo_rl_dsv4.numerics.swiglu import swiglu_fake_quant
 
@@ -136,7 +137,7 @@ def attention(query: Tensor, keys: Tensor, positions: Tensor, sinks: Tensor, wei
         q, k = query[part], keys[part]
         at = torch.arange(len(k), device=k.device)
         visible = ((at[:, None] >= at) & (at[:, None] - at < WINDOW))[None, None]
-        scores = torch.matmul(q.float().transpose(0, 1), k.float().T)[None]
+        scores = bf16_scores(q.transpose(0, 1)[None], k[None, None])
         scaling = q.shape[-1] ** -0.5
         if weights_in_bf16:
             out = attend_with_rounded_weights(
