@@ -115,7 +115,10 @@ class PolicyActor:
 
     def sleep(self, optimizer_only: bool) -> None:
         """See `PolicyWorker.sleep`, or `sleep_optimizer`; the memory goes back to the device."""
-        _ = self.worker.sleep_optimizer() if optimizer_only else self.worker.sleep()
+        if optimizer_only:
+            self.worker.sleep_optimizer()
+        else:
+            self.worker.sleep()
         self.release_memory()
 
     def install_report(self) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.policy.parallel import local_shard
 
 _PIECE = 256 << 20
 """torch rounds pinned memory up to a power of two; pieces of this size lose nothing."""
@@ -56,7 +56,7 @@ class HostShelf:
         """
         leaving: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors():
-            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            storage = local_shard(tensor).untyped_storage()
             if storage.device.type == self._device.type and storage.nbytes() and storage.resizable():
                 leaving.setdefault(storage.data_ptr(), storage)
         end = max((parked.offset + parked.size for parked in self._parked), default=0)

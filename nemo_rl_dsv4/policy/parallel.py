@@ -132,9 +132,9 @@ def settle_gradients(parameters: Iterable[torch.nn.Parameter], *, world: int) ->
         world: number of ranks; all of them call this.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    local = {i: _local(p.grad.detach()) for i, p in enumerate(trainable) if p.grad is not None}
+    local = {i: local_shard(p.grad.detach()) for i, p in enumerate(trainable) if p.grad is not None}
     at = [index for index, grad in local.items() if grad.numel()]
-    used = torch.zeros(len(trainable), dtype=torch.int32, device=_local(trainable[0]).device)
+    used = torch.zeros(len(trainable), dtype=torch.int32, device=local_shard(trainable[0]).device)
     if at:
         largest = torch.stack(torch._foreach_norm([local[index] for index in at], float("inf")))
         used[at] = (largest > 0).to(torch.int32)
@@ -147,7 +147,8 @@ def settle_gradients(parameters: Iterable[torch.nn.Parameter], *, world: int) ->
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, which shares its memory; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -126,15 +126,17 @@ def load_training_state(
 
     if not (Path(folder) / ".metadata").is_file():
         raise UserError(f"{folder} holds no training checkpoint (no .metadata file)")
-    before = dict(optimizer.state)
+    before, rates = dict(optimizer.state), [group["lr"] for group in optimizer.param_groups]
     optimizer.state.clear()  # torch then makes one for every parameter, not only for those that have been used here
-    state = _training_state(model, optimizer, scheduler)
     try:
+        state = _training_state(model, optimizer, scheduler)
         unused = _without_absent_moments(state["optimizer"]["state"], folder)
         load(state, checkpoint_id=folder)
     except (CheckpointException, RuntimeError, KeyError, EOFError, OSError) as error:
         optimizer.state.clear()
         optimizer.state.update(before)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # torch makes a state by a step of rate 0, which may have been what failed
         raise UserError(f"{folder} cannot be restored into this model: {_reason(error)}") from error
     state["optimizer"]["state"].update(unused)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

@@ -32,7 +32,7 @@ from nemo_rl_dsv4.policy.master_weights import cast_float32_units, compute_in, q
 from nemo_rl_dsv4.policy.microbatch import MicroBatch, check_lengths, cut_rows, length_groups, split_into
 from nemo_rl_dsv4.policy.optim import build_optimizer, build_scheduler
 from nemo_rl_dsv4.policy.packing import Packing, pack_rows
-from nemo_rl_dsv4.policy.parallel import Meshes, average_gradients, parallelize, settle_gradients
+from nemo_rl_dsv4.policy.parallel import Meshes, average_gradients, local_shard, parallelize, settle_gradients
 from nemo_rl_dsv4.policy.training_state import TrainingStateWriter, load_training_state
 from nemo_rl_dsv4.refit.sleep import release_workspaces
 from nemo_rl_dsv4.refit.source_scales import SourceScales
@@ -122,7 +122,7 @@ class PolicyWorker:
         if sharded:
             cast_float32_units(self.model, dtypes)
         self.source_scales = SourceScales() if load is None else load(self.model)
-        self.device = _local(next(self.model.parameters())).device
+        self.device = local_shard(next(self.model.parameters())).device
         if cpu_offload:
             # FSDP brings weights to the GPU for their use, but not buffers.
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -138,7 +138,7 @@ class PolicyWorker:
         self.offload_optimizer_for_logprob = offload_optimizer_for_logprob
         self._optimizer_shelf = HostShelf(self._optimizer_tensors, self.device, "optimizer states")
         self._model_shelf = HostShelf(self._model_tensors, self.device, "weights")
-        self.reference = [_local(p).detach().clone() for p in self.model.parameters()] if keep_reference else None
+        self.reference = [local_shard(p).detach().clone() for p in self.model.parameters()] if keep_reference else None
         self.model.train()
 
     # Scoring ------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class PolicyWorker:
     def _reference_weights(self) -> Iterator[None]:
         assert self.reference is not None
         self._drop_gathered()  # until then FSDP's modules have whole weights in place of their shards
-        parameters = [_local(p) for p in self.model.parameters()]
+        parameters = [local_shard(p) for p in self.model.parameters()]
         with torch.no_grad():
             current = [p.detach().clone() for p in parameters]
             for p, value in zip(parameters, self.reference, strict=True):
@@ -388,7 +388,3 @@ class PolicyWorker:
         self._drop_gathered()
         load_training_state(self.model, self.optimizer, self.scheduler, folder)
         invalidate_rounded_weights(self.model)
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

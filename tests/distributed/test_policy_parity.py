@@ -245,13 +245,13 @@ def test_ranks_that_sleep_while_engines_generate_change_nothing(groups, checkpoi
     def bytes_held(actor):
         """Bytes of a rank's weights, reference, moments and codes that are where they are computed with."""
         from nemo_rl_dsv4.model.quantized_weights import weight_roundings
+        from nemo_rl_dsv4.policy.parallel import local_shard
 
         worker = actor.worker
         tensors = [*worker.model.parameters(), *worker.model.buffers(), *worker.reference]
         tensors += [tensor for *_, rounding in weight_roundings(worker.model) for tensor in rounding.tensors()]
         tensors += [value for state in worker.optimizer.state.values() for value in state.values()]
-        local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-        return sum(tensor.untyped_storage().nbytes() for tensor in local)
+        return sum(local_shard(tensor).untyped_storage().nbytes() for tensor in tensors)
 
     class Engines:
         """Takes weights, and looks at what the ranks keep while it has them."""

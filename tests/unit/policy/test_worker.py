@@ -169,6 +169,10 @@ def test_an_optimizer_leaves_alone_what_no_row_uses(small_config):
     assert grads == [None] and torch.equal(unused.detach(), before) and not torch.equal(moved.detach(), start)
 
 
+def fail(*_):
+    raise RuntimeError("no memory")
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_worker_that_has_trained_goes_back_to_its_checkpoint(small_config, tmp_path, name):
     """An optimizer that has a state for some parameters only, as no row used the others, broke off."""
@@ -181,11 +185,26 @@ def test_a_worker_that_has_trained_goes_back_to_its_checkpoint(small_config, tmp
     expected = [train(worker, data)["loss"] for _ in range(2)]
     worker.load_checkpoint(str(tmp_path / "saved"))
     assert [train(worker, data)["loss"] for _ in range(2)] == expected
-    (tmp_path / "saved" / "__0_0.distcp").write_bytes(b"")
+
+
+@pytest.mark.parametrize("broken", ["making states", "reading"])
+def test_a_failed_restore_leaves_the_optimizer_as_it_was(small_config, tmp_path, broken):
+    """Its state is cleared first, because torch makes a new one for every parameter, by a step: where that step failed,
+    not the read after it, the state was lost."""
+    worker, data = make_worker(small_config), batch()
+    train(worker, data)
+    worker.save_checkpoint(str(tmp_path / "saved"))
     moments = {id(p): dict(state) for p, state in worker.optimizer.state.items()}
+    if broken == "reading":
+        (tmp_path / "saved" / "__0_0.distcp").write_bytes(b"")
+    else:
+        step = worker.optimizer.register_step_post_hook(fail)
     with pytest.raises(UserError, match="cannot be restored"):
         worker.load_checkpoint(str(tmp_path / "saved"))
+    if broken == "making states":
+        step.remove()
     assert {id(p): dict(state) for p, state in worker.optimizer.state.items()} == moments
+    assert [group["lr"] for group in worker.optimizer.param_groups] == [1e-3]
 
 
 def test_an_infinite_gradient_takes_no_step(small_config):
