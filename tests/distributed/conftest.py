@@ -12,6 +12,7 @@ from nemo_rl_dsv4.model.release_writer import write_release_checkpoint
 @pytest.fixture(scope="module")
 def cluster():
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a process for every CPU that nobody needs
     import ray
 
     ray.init(

@@ -69,6 +69,12 @@ def rollouts():
     }
 
 
+def first_rows(width=140):
+    """Half of them: one micro-batch. The first is beyond 128 tokens, unless they are cut."""
+    data = {name: value[:4] if value.dim() == 1 else value[:4, :width] for name, value in rollouts().items()}
+    return data | {"input_lengths": data["input_lengths"].clamp(max=width)}
+
+
 def losses_after(group, data, settings):
     """Losses and gradient norms of two steps, the second of updated weights, and the final weights."""
     data = dict(data)
@@ -114,17 +120,24 @@ def test_two_processes_equal_one(groups, checkpoint, one_process, layout):
             assert (found["weights"][name] - value).abs().mean() < 1e-5, name
 
 
+def bf16_step(group, checkpoint, sizes):
+    """Log-probabilities of a policy that rounds, and one training step."""
+    group.build(spec(checkpoint, sizes, qat=True, precision="bfloat16"), global_batch_size=ROWS)
+    data = rollouts()
+    data["generation_logprobs"] = data["prev_logprobs"] = group.get_logprobs(data)["logprobs"]
+    return data["prev_logprobs"], group.train(data, ClippedPGLoss(SETTINGS))
+
+
+@pytest.fixture(scope="module")
+def one_bf16_process(groups, checkpoint):
+    return bf16_step(groups[1], checkpoint, ParallelSizes(1))
+
+
 @pytest.mark.parametrize("sizes", [ParallelSizes(2), ParallelSizes(2, cp=2, ep=2)], ids=["dp2", "cp2ep2"])
-def test_two_bf16_processes_equal_one_bit_for_bit(groups, checkpoint, sizes):
+def test_two_bf16_processes_equal_one_bit_for_bit(groups, checkpoint, one_bf16_process, sizes):
     """FSDP returned the last collapse of streams in float32: the final norm and the logits kept it, aligned with no
     engine and 1.8e-3 from one process. A step's losses and gradients differ by the order of their sums."""
-    found = {}
-    for world, layout in ((1, ParallelSizes(1)), (2, sizes)):
-        groups[world].build(spec(checkpoint, layout, qat=True, precision="bfloat16"), global_batch_size=ROWS)
-        data = rollouts()
-        data["generation_logprobs"] = data["prev_logprobs"] = groups[world].get_logprobs(data)["logprobs"]
-        found[world] = data["prev_logprobs"], groups[world].train(data, ClippedPGLoss(SETTINGS))
-    (one_logprobs, one), (two_logprobs, two) = found[1], found[2]
+    (one_logprobs, one), (two_logprobs, two) = one_bf16_process, bf16_step(groups[2], checkpoint, sizes)
     assert torch.equal(two_logprobs, one_logprobs)
     torch.testing.assert_close(two["loss"], one["loss"], rtol=0, atol=1e-5)
     torch.testing.assert_close(two["grad_norm"], one["grad_norm"], rtol=1e-3, atol=0)  # measured 6e-5
@@ -139,8 +152,8 @@ def test_a_reference_policy_is_scored_with_its_own_weights_and_nothing_else_is(g
     found = {}
     for world, sizes in ((1, ParallelSizes(1)), (2, ParallelSizes(2, ep=2))):
         built = spec(checkpoint, sizes, qat=False, keep_reference=True)
-        groups[world].build(replace(built, optimizer=quick), global_batch_size=ROWS)
-        data = rollouts()
+        groups[world].build(replace(built, optimizer=quick), global_batch_size=4)
+        data = first_rows(width=35)
         data["generation_logprobs"] = data["prev_logprobs"] = groups[world].get_logprobs(data)["logprobs"]
         data["reference_policy_logprobs"] = start = data["prev_logprobs"]
         groups[world].train(data, ClippedPGLoss(SETTINGS))
@@ -161,12 +174,10 @@ def test_a_reference_policy_is_scored_with_its_own_weights_and_nothing_else_is(g
 def test_a_rank_may_have_short_rows_only(groups, checkpoint):
     """Rows of fewer than 128 tokens give a ratio-128 compressor no gradient, those of the other rank do. The reduction
     over both broke off: AutoModel no longer knew the compressors by the class name that our seams had changed."""
-    data = rollouts()
-    data["input_lengths"][4] = 35
-    data["token_mask"][4, 35:] = 0
+    data = first_rows()
     found = {}
     for world, sizes in ((1, ParallelSizes(1)), (2, ParallelSizes(2))):
-        groups[world].build(spec(checkpoint, sizes, qat=False), global_batch_size=ROWS)
+        groups[world].build(spec(checkpoint, sizes, qat=False), global_batch_size=4)
         found[world] = losses_after(groups[world], data, SETTINGS)
     torch.testing.assert_close(found[2]["loss"], found[1]["loss"], rtol=0, atol=1e-5)
     torch.testing.assert_close(found[2]["grad_norm"], found[1]["grad_norm"], rtol=1e-4, atol=0)
@@ -174,8 +185,7 @@ def test_a_rank_may_have_short_rows_only(groups, checkpoint):
 
 def test_what_no_row_uses_moves_alike_whatever_was_built_before(groups, checkpoint):
     """Context parallelism patches FSDP for the rest of the process: unused parameters have zero gradients."""
-    data = {name: value[:4] if value.dim() == 1 else value[:4, :35] for name, value in rollouts().items()}
-    data["input_lengths"] = data["input_lengths"].clamp(max=35)
+    data = first_rows(width=35)
     decaying = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
     weights = []
     for sizes in (ParallelSizes(1), ParallelSizes(2, replicate=2), ParallelSizes(2, cp=2, ep=2), ParallelSizes(2)):
@@ -200,8 +210,8 @@ def test_a_sequence_level_loss_is_the_same_under_context_parallelism(groups, che
     settings = replace(SETTINGS, token_level_loss=False)
     losses = {}
     for world, sizes in ((1, ParallelSizes(1)), (2, ParallelSizes(2, cp=2, ep=2))):
-        groups[world].build(spec(checkpoint, sizes, qat=False), global_batch_size=ROWS)
-        losses[world] = losses_after(groups[world], rollouts(), settings)["loss"]
+        groups[world].build(spec(checkpoint, sizes, qat=False), global_batch_size=4)
+        losses[world] = losses_after(groups[world], first_rows(), settings)["loss"]
     torch.testing.assert_close(losses[2], losses[1], rtol=0, atol=1e-5)
 
 
@@ -216,7 +226,7 @@ def test_rollout_agrees_with_a_rounding_trainer_through_a_refit(groups, checkpoi
     """The whole refit path of two ranks: gather, export, wire, two engines; then train and refit again."""
     settings = spec(checkpoint, ParallelSizes(2, ep=2), qat=True)
     quick = {"name": "torch.optim.AdamW", "kwargs": {"lr": 4e-4}}
-    groups[2].build(replace(settings, optimizer=quick), global_batch_size=ROWS)
+    groups[2].build(replace(settings, optimizer=quick), global_batch_size=4)
     generation = ReferenceGeneration(SamplingParams(12, stop_token_ids=(1,)), pad_id=1, num_workers=2)
     generation.build(ReferenceSpec(config_once, "vllm-hopper"))
     prompts = {
@@ -229,7 +239,7 @@ def test_rollout_agrees_with_a_rounding_trainer_through_a_refit(groups, checkpoi
         assert report["tensors"] > 400 and report["quantized"] > 100 and report["bytes"] > 3e6
         out = generation.generate(prompts, greedy=False, seed=4)
         aligned.append(mean_difference(groups[2], out))
-        data = rollouts()
+        data = first_rows()
         data["generation_logprobs"] = data["prev_logprobs"] = groups[2].get_logprobs(data)["logprobs"]
         groups[2].train(data, ClippedPGLoss(SETTINGS))
         stale.append(mean_difference(groups[2], out))
@@ -267,11 +277,11 @@ def test_ranks_that_sleep_while_engines_generate_change_nothing(groups, checkpoi
     found = []
     for sleeps in (False, True):
         settings = spec(checkpoint, sizes, qat=True, precision="bfloat16", keep_reference=True, trainer_sleep=sleeps)
-        groups[2].build(settings, global_batch_size=ROWS)
+        groups[2].build(settings, global_batch_size=4)
         engines, numbers = Engines(), []
         for _ in range(2):
             groups[2].export_to(engines)
-            data = rollouts()
+            data = first_rows(width=35)
             data["generation_logprobs"] = data["prev_logprobs"] = groups[2].get_logprobs(data)["logprobs"]
             data["reference_policy_logprobs"] = groups[2].get_reference_policy_logprobs(data)["reference_logprobs"]
             groups[2].export_to(engines)  # as before a validation; then training comes first
@@ -302,12 +312,12 @@ def test_a_checkpoint_restores_at_another_layout(groups, checkpoint, tmp_path):
     Each layout goes on from the checkpoint of the one before it. Training goes on while the files are written: the
     state was copied first.
     """
-    data = rollouts()
+    data = first_rows()
     loss = ClippedPGLoss(SETTINGS)
     weights = expected = None
     for name, sizes in LAYOUTS.items():
         group = groups[sizes.world]
-        group.build(spec(checkpoint, sizes, qat=False), global_batch_size=ROWS)
+        group.build(spec(checkpoint, sizes, qat=False), global_batch_size=4)
         if expected is None:
             data["generation_logprobs"] = data["prev_logprobs"] = group.get_logprobs(data)["logprobs"]
             group.train(data, loss)
@@ -342,9 +352,9 @@ def test_two_processes_replay_what_one_does(groups, checkpoint, training_once):
     Context and expert parallel with activation checkpointing against one process without; gaps in the capture included.
     """
     generator = torch.Generator().manual_seed(7)
-    data = rollouts()
+    data = first_rows()
     width = data["input_ids"].shape[1]
-    routes = torch.rand(ROWS, width, 5, 8, generator=generator).argsort(-1)[..., :2].to(torch.int16)
+    routes = torch.rand(4, width, 5, 8, generator=generator).argsort(-1)[..., :2].to(torch.int16)
     routes[:, :, 0] = training_once["model.layers.0.mlp.gate.tid2eid"][data["input_ids"]].to(torch.int16)
     routes[torch.arange(width) >= data["input_lengths"].unsqueeze(1) - 1] = -1
     routes[3, 5:9, 2] = -1
@@ -352,7 +362,7 @@ def test_two_processes_replay_what_one_does(groups, checkpoint, training_once):
     found = {}
     for world, sizes in ((1, ParallelSizes(1)), (2, ParallelSizes(2, cp=2, ep=2))):
         options = {"router": RouterMode.REPLAY, "activation_checkpointing": world == 2}
-        groups[world].build(spec(checkpoint, sizes, qat=False, **options), global_batch_size=ROWS)
+        groups[world].build(spec(checkpoint, sizes, qat=False, **options), global_batch_size=4)
         found[world] = replayed_step(groups[world], data)
     (one_logprobs, one), (two_logprobs, two) = found[1], found[2]
     torch.testing.assert_close(two_logprobs, one_logprobs, rtol=0, atol=1e-5)
