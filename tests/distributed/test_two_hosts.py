@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ray.cluster_utils import Cluster
 from stub_engine import Process, Workers
 from test_policy_parity import ROWS, SETTINGS, rollouts, spec
 
+from nemo_rl_dsv4.cli.run_grpo import main
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.engine_places import own_places, shared_places
 from nemo_rl_dsv4.grpo.loss import ClippedPGLoss
@@ -35,19 +35,53 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def cluster():
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a process for every CPU that nobody needs
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 2, "include_dashboard": False})
     try:
         made.add_node(num_cpus=4, num_gpus=2)
-        ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
         yield made
     finally:
-        ray.shutdown()
         made.shutdown()
 
 
+def test_the_tiny_recipe_over_two_hosts(cluster, tmp_path, monkeypatch, capfd):
+    """The command on the cluster of RAY_ADDRESS: warm start, rollout on both nodes, one step, a checkpoint."""
+    recipe = ROOT / "examples/configs/recipes/llm/grpo-dsv4-tiny-1n0g-automodel-qat.yaml"
+    small = (ROOT / "tests/functional/small.overrides").read_text(encoding="utf-8").split()
+    overrides = (
+        "cluster.num_nodes=2",
+        "policy.dsv4.cpu_processes=2",
+        "policy.dtensor_cfg.dp_replicate_size=1",
+        "policy.dtensor_cfg.expert_parallel_size=2",
+        "policy.generation.reference_cfg.num_workers=2",
+        "grpo.max_num_steps=1",
+        "grpo.val_at_start=false",
+        "checkpointing.save_period=1",
+        f"policy.dsv4.tiny.cache_dir={tmp_path}/cache",
+        f"logger.log_dir={tmp_path}/logs",
+        f"checkpointing.checkpoint_dir={tmp_path}/results",
+    )
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    monkeypatch.chdir(tmp_path)
+    status = main(["--config", str(recipe), *small, *overrides])
+    assert status == 0, capfd.readouterr().err[-3000:]
+    record = json.loads((tmp_path / "logs/exp_001/metrics.jsonl").read_text().splitlines()[0])
+    assert record["step"] == 1 and record["train/gen_kl_error"] < 1e-4 and record["refit/quantized"] > 100
+    saved = {path.name for path in (tmp_path / "results/exp_001/step_1/policy").iterdir()}
+    assert {"rng_rank_0.json", "rng_rank_1.json", ".metadata"} <= saved
+    assert not list(tmp_path.glob("*/.nemo-rl-dsv4-shared-*"))
+
+
 @pytest.fixture(scope="module")
-def hosts(cluster):
+def connected(cluster):
+    """This process is one of the cluster's; the command above, which connects itself, comes first."""
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def hosts(connected):
     return reserve(HostNeed(2, 0, 2)).hosts
 
 
@@ -118,33 +152,3 @@ def test_a_cluster_that_is_too_small_or_busy_says_what_is_missing(hosts):
         reserve(HostNeed(3, 0, 2))
     with pytest.raises(UserError, match=r"has such nodes but did not get them free within 1 s .free in all: 4 GPUs, 4"):
         reserve(HostNeed(2, 0, 3), timeout=1.0)
-
-
-def test_the_tiny_recipe_over_two_hosts(cluster, tmp_path):
-    """The command line on the cluster of RAY_ADDRESS: warm start, rollout on both nodes, one step, a checkpoint."""
-    recipe = ROOT / "examples/configs/recipes/llm/grpo-dsv4-tiny-1n0g-automodel-qat.yaml"
-    small = (ROOT / "tests/functional/small.overrides").read_text(encoding="utf-8").split()
-    overrides = (
-        "cluster.num_nodes=2",
-        "policy.dsv4.cpu_processes=2",
-        "policy.dtensor_cfg.dp_replicate_size=1",
-        "policy.dtensor_cfg.expert_parallel_size=2",
-        "policy.generation.reference_cfg.num_workers=2",
-        "grpo.max_num_steps=1",
-        "grpo.val_at_start=false",
-        "checkpointing.save_period=1",
-        f"policy.dsv4.tiny.cache_dir={tmp_path}/cache",
-        f"logger.log_dir={tmp_path}/logs",
-        f"checkpointing.checkpoint_dir={tmp_path}/results",
-    )
-    line = [sys.executable, "-W", "ignore", str(ROOT / "examples/run_grpo.py"), "--config", str(recipe)]
-    environment = {**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*line, *small, *overrides], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    record = json.loads((tmp_path / "logs/exp_001/metrics.jsonl").read_text().splitlines()[0])
-    assert record["step"] == 1 and record["train/gen_kl_error"] < 1e-4 and record["refit/quantized"] > 100
-    saved = {path.name for path in (tmp_path / "results/exp_001/step_1/policy").iterdir()}
-    assert {"rng_rank_0.json", "rng_rank_1.json", ".metadata"} <= saved
-    assert not list(tmp_path.glob("*/.nemo-rl-dsv4-shared-*"))
