@@ -57,14 +57,15 @@ def run_here(arguments, capfd):
     return start
 
 
-@pytest.fixture
-def run_script(environment, tmp_path, folder):
-    """Run a shell script of this folder to its end and return the finished process."""
+@pytest.fixture(scope="session")
+def start_script(environment, folder):
+    """Start a shell script of this folder, which runs in a folder of its own and prints into files there."""
 
-    def start(name: str, *extra: str) -> subprocess.CompletedProcess[str]:
-        own = {"RUN_DIR": str(tmp_path), "PYTHON": sys.executable}
+    def start(name: str, place: Path) -> subprocess.Popen[bytes]:
+        own = {"RUN_DIR": str(place), "PYTHON": sys.executable}
         cache = f"policy.dsv4.tiny.cache_dir={folder / 'cache'}"
-        line = ["bash", str(REPOSITORY / "tests/functional" / name), cache, *extra]
-        return subprocess.run(line, env={**environment, **own}, capture_output=True, text=True, timeout=400)
+        line = ["bash", str(REPOSITORY / "tests/functional" / name), cache]
+        with open(place / "stdout", "wb") as out, open(place / "stderr", "wb") as errors:
+            return subprocess.Popen(line, env={**environment, **own}, stdout=out, stderr=errors, start_new_session=True)
 
     return start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from nemo_rl_dsv4.cli.main import main
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(path.name for path in Path(__file__).parent.glob("*.sh"))
 WHOLE = ("grpo.max_num_steps=3", "checkpointing.save_period=2")
 
 
@@ -75,14 +77,27 @@ def test_resume_continues_as_if_never_stopped(whole_run, run_here, folder, monke
         }
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in Path(__file__).parent.glob("*.sh")))
-def test_a_script_runs_and_its_checks_hold(run_script, name, tmp_path):
+@pytest.fixture(scope="module")
+def scripts(start_script, tmp_path_factory):
+    """Folder and process of every script. They run side by side: most of each is one process that imports libraries."""
+    places = {name: tmp_path_factory.mktemp(Path(name).stem) for name in SCRIPTS}
+    started = {name: (place, start_script(name, place)) for name, place in places.items()}
+    yield started
+    for _, process in started.values():
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_and_its_checks_hold(scripts, name):
     """BF16 training disagrees with the rollout; two processes that share sequences and experts agree with it."""
-    done = run_script(name)
-    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
-    (record,) = records(tmp_path / "logs/exp_001")
+    place, process = scripts[name]
+    status = process.wait(timeout=400)
+    printed, errors = (place / "stdout").read_text(), (place / "stderr").read_text()
+    assert status == 0, printed[-1500:] + errors[-1500:]
+    (record,) = records(place / "logs/exp_001")
     assert record["step"] == 1
-    assert [line[:4] for line in done.stdout.splitlines() if "gen_kl_error" in line][-1] == "ok  "
+    assert [line[:4] for line in printed.splitlines() if "gen_kl_error" in line][-1] == "ok  "
 
 
 def test_ctrl_c_leaves_nothing_half_written(arguments, script, environment, tmp_path, folder):
