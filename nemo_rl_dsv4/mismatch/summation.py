@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import nemo_rl_dsv4.numerics.products  # noqa: F401  registers an operator that `_PRODUCTS` names
+
 SUM_ERROR = 1e-7
 """Relative to the root mean square of a product: float32 sums of a thousand terms in different orders."""
 _PART = 1 << 24
@@ -82,4 +84,5 @@ _PRODUCTS = {
     _aten.bmm.dtype,
     _aten.baddbmm.default,
     _aten._grouped_mm.default,
+    torch.ops.nemo_rl_dsv4.tf32_product.default,
 }

@@ -86,15 +86,24 @@ def bf16_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return out if bias is None else out + bias
 
 
+@torch.library.custom_op("nemo_rl_dsv4::tf32_product", mutates_args=())
+def tf32_product(x: Tensor, weight: Tensor, split: int) -> Tensor:
+    """float32 [M, N] of BF16 [M, K] and float32 [N, K] of TF32 values; on a GPU in parts of `split` columns.
+
+    An operator of its own, so that torch's dispatch modes see a product (`mismatch.summation`).
+    """
+    if not x.is_cuda:
+        return F.linear(x.float(), weight)
+    from nemo_rl_dsv4.numerics.fused import tf32
+
+    return tf32.tf32_product(x, weight, split)
+
+
 class _Tf32Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.dtype, narrow = x.dtype, x.to(torch.bfloat16)
         ctx.save_for_backward(narrow, weight)
-        if not x.is_cuda:
-            return F.linear(x.float(), weight)
-        from nemo_rl_dsv4.numerics.fused.tf32 import tf32_product
-
         return tf32_product(narrow, weight, SPLIT)
 
     @staticmethod

@@ -5,6 +5,7 @@ import torch
 
 from nemo_rl_dsv4.mismatch import summation
 from nemo_rl_dsv4.mismatch.summation import OtherSums
+from nemo_rl_dsv4.numerics import products
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +76,16 @@ def test_nothing_else_is_touched(operands) -> None:
         assert torch.equal(
             torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64), torch.full((2, 2), 2)
         )
+
+
+def test_products_of_gpus_are_moved_as_well(operands, monkeypatch) -> None:
+    """TF32 products are no operators of torch's own; BF16 ones with float32 results have names of their own there."""
+    monkeypatch.setattr(products, "on_tensor_cores", lambda x: True)
+    x, w = (t.bfloat16().float() for t in operands)
+    for product in (products.tf32_linear, products.bf16_linear):
+        exact = product(x, w)
+        with OtherSums():
+            moved = product(x, w)
+        error = (moved - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+        assert 0.5e-7 < float(error) < 2e-7
+    assert {torch.ops.aten.mm.dtype, torch.ops.aten.bmm.dtype} < summation._PRODUCTS
