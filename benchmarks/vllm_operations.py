@@ -23,6 +23,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -362,6 +363,26 @@ def engine_values(kept: dict[str, Tensor], number: int, rank: int) -> dict[str, 
     return {**found, f"{number}.wq_a": latent, f"{number}.wkv": raw}
 
 
+def read_captured(path: Path, config: str, device: str = "cuda") -> dict[str, Any]:
+    """What `engine` kept of a checkpoint whose config.json is `config`.
+
+    Raises:
+        UserError: another file, or of another checkpoint.
+    """
+    try:
+        saved = torch.load(path, map_location=device)
+    except (pickle.UnpicklingError, RuntimeError, KeyError, EOFError, ValueError) as error:
+        raise UserError(
+            f"{path} is no file that `engine` wrote ({type(error).__name__}); run `engine` again"
+        ) from error
+    wanted = {"config", "ids", "prompts", "layers", "norm.in", "norm.out"}
+    if not isinstance(saved, dict) or not wanted <= saved.keys():
+        raise UserError(f"{path} is no file that `engine` wrote: it lacks some of {sorted(wanted)}; run `engine` again")
+    if saved["config"] != config:
+        raise UserError(f"{path} was written for a checkpoint with another config.json; run `engine` with this one")
+    return saved
+
+
 def compare_trainer(options: argparse.Namespace) -> int:
     """Run the trainer on the engine's tokens and compare in order of computation."""
     from nemo_rl_dsv4.mismatch.run import Model, build_trainer
@@ -371,8 +392,8 @@ def compare_trainer(options: argparse.Namespace) -> int:
     from nemo_rl_dsv4.numerics import products
 
     products.SPLIT = options.split or products.SPLIT
-    saved = torch.load(options.file, map_location="cuda")
-    config = json.loads((options.checkpoint / "config.json").read_text(encoding="utf-8"))
+    text = (options.checkpoint / "config.json").read_text(encoding="utf-8")
+    saved, config = read_captured(options.file, text), json.loads(text)
     ids = saved["ids"].view(saved["prompts"], -1)
     backend = {
         "attn": "sdpa",
@@ -422,10 +443,8 @@ def compare_engine(options: argparse.Namespace) -> int:
     prompts = torch.randint(2, config.vocab_size, (options.prompts, options.tokens), generator=generator).tolist()
     layers, kept, norm = capture(engine, prompts)
     ids = torch.tensor([token for prompt in prompts for token in prompt], device="cuda")
-    unknown = [number for number in options.layers or () if number >= len(layers)]
-    if unknown:
-        raise UserError(f"--layers {unknown[0]}: the checkpoint has layers 0 to {len(layers) - 1}")
-    torch.save({"ids": ids, "prompts": options.prompts, "layers": kept, **norm}, options.file)
+    text = (options.checkpoint / "config.json").read_text(encoding="utf-8")
+    torch.save({"config": text, "ids": ids, "prompts": options.prompts, "layers": kept, **norm}, options.file)
     weights = Weights(options.checkpoint)
     limit = float(config.swiglu_limit or torch.inf)
     print(f"{len(ids)} tokens in {options.prompts} prompts; {torch.cuda.get_device_name()}, torch {torch.__version__}")
@@ -454,12 +473,22 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if not (options.checkpoint / "config.json").is_file():
         parser.error(f"{options.checkpoint}: no config.json; wanted the folder of a checkpoint")
+    layers = json.loads((options.checkpoint / "config.json").read_text(encoding="utf-8")).get("num_hidden_layers", 0)
+    beyond = [number for number in options.layers or () if number >= layers]
+    if beyond:
+        parser.error(f"--layers {beyond[0]}: the checkpoint has layers 0 to {layers - 1}")
+    if options.split and options.split % 64:
+        parser.error(f"--split {options.split}: wanted a multiple of 64")
+    if options.phase == "engine" and (options.file.is_dir() or not options.file.resolve().parent.is_dir()):
+        parser.error(f"{options.file}: wanted a file in a folder that exists; make the folder first")
     if options.phase == "trainer" and not options.file.is_file():
         parser.error(f"{options.file}: no such file; `engine` writes it")
     if options.phase == "engine" and importlib.util.find_spec("vllm") is None:
         parser.error("no vllm in this environment; wanted vLLM 0.26.0, start this with that one's interpreter")
     if not torch.cuda.is_available():
         parser.error("torch sees 0 GPUs here; wanted a Hopper GPU")
+    if torch.version.hip is not None or torch.cuda.get_device_capability()[0] != 9:
+        parser.error(f"{torch.cuda.get_device_name()}: wanted a Hopper GPU")
     return options
 
 

@@ -106,36 +106,42 @@ class EngineGroup:
 
     def _replace_dead(self, error: Exception) -> int:
         """Start engines in the places of all that are dead, without weights; how many there were."""
-        dead = []
-        for actor, answer in [(actor, actor.__ray_ready__.remote()) for actor in self.actors]:
-            try:
-                ray.get(answer)
-            except RayActorError:
-                dead.append(actor)
+        dead = [actor for actor, gone in zip(self.actors, _are_dead(self.actors), strict=True) if gone]
         for actor in dead:
             self._replace(actor, error)
         return len(dead)
 
     def _replace(self, dead: Any, error: Exception) -> Any:
-        """Start an engine in the place of a dead one, without weights."""
-        self.restarts += 1
-        if self.restarts > MAX_RESTARTS:
-            raise RuntimeError(
-                f"rollout engines died {self.restarts} times in this run; not started again ({error})"
-            ) from error
-        log.warning("a rollout engine died (%s); starting it again with the current weights", error)
+        """Start an engine in the place of a dead one, without weights; again, should it die as it starts."""
         number = self.actors.index(dead)
-        actor = self._start(number)
-        get([actor.build.remote(self._spec)])
-        self.actors[number] = actor
-        return actor
+        while True:
+            self.restarts += 1
+            if self.restarts > MAX_RESTARTS:
+                raise RuntimeError(
+                    f"rollout engines died {self.restarts} times in this run; not started again ({error})"
+                ) from error
+            log.warning("a rollout engine died (%s); starting it again with the current weights", error)
+            kill([self.actors[number]])  # one that does not answer any more may still hold its GPU
+            self.actors[number] = actor = self._start(number)
+            try:
+                get([actor.build.remote(self._spec)])
+                return actor
+            except RayActorError as again:
+                error = again
 
     def _revive(self, dead: Any, error: Exception) -> Any:
         """Start an engine in the place of a dead one, at the same policy version."""
-        actor = self._replace(dead, error)
-        if self._weights is not None:
-            self._load([actor])
-        return actor
+        while True:
+            actor = self._replace(dead, error)
+            if self._weights is None:
+                return actor
+            try:
+                self._load([actor])
+                return actor
+            except RayActorError as again:
+                if not _are_dead([actor])[0]:
+                    raise  # another process of the run
+                dead, error = actor, again
 
     def generate(
         self, data: Mapping[str, torch.Tensor], *, greedy: bool, seed: int, **sampling: Any
@@ -222,3 +228,15 @@ class EngineGroup:
     def shutdown(self) -> None:
         """End the processes."""
         kill(self.actors)
+
+
+def _are_dead(actors: list[Any]) -> list[bool]:
+    """Whether each actor's process has ended; waits for what they are busy with."""
+    found = []
+    for answer in [actor.__ray_ready__.remote() for actor in actors]:
+        try:
+            ray.get(answer)
+            found.append(False)
+        except RayActorError:
+            found.append(True)
+    return found

@@ -161,16 +161,18 @@ class VllmGeneration(EngineGroup):
         """
         folder = None if hasattr(weights, "deliver") else Path(weights)
         if self.asleep:
-            self._wake("weights")
+            for actor, error in self._wake("weights"):
+                self._replace(actor, error)  # a new engine is awake
         try:
             report = super().update_weights(weights if folder is None else str(folder))
             self._loaded = weights
         except BaseException:
             if self.asleep:
-                self._sleep()
+                self._sleep_after_failure()
             raise
         if self.asleep:
-            self._wake("kv_cache")
+            for actor, error in self._wake("kv_cache"):
+                self._revive(actor, error)  # the others have these weights
             self.asleep = False
         for old in Path(self._folder).iterdir():
             if old != folder:
@@ -193,10 +195,16 @@ class VllmGeneration(EngineGroup):
             if isinstance(result, RayActorError):
                 log.warning("a rollout engine died before it was put to sleep (%s)", result)
 
-    def _wake(self, tag: str) -> None:
-        for actor, result in self._on_all("wake_up", tag):
-            if isinstance(result, RayActorError):
-                self._replace(actor, result)  # a new engine is awake
+    def _sleep_after_failure(self) -> None:
+        try:
+            self._sleep()
+        except Exception as error:  # what failed before says more
+            log.warning("the rollout engines could not be put back to sleep (%s)", error)
+
+    def _wake(self, tag: str) -> list[tuple[Any, RayActorError]]:
+        """Wake all engines; those that are dead, with their errors."""
+        answers = self._on_all("wake_up", tag)
+        return [(actor, result) for actor, result in answers if isinstance(result, RayActorError)]
 
     def _on_all(self, method: str, *args: Any) -> list[tuple[Any, Any]]:
         """Call a method of every engine; each with its result, or with the error of one that is dead."""

@@ -61,7 +61,7 @@ class EngineWeight(Seam):
             return super().forward(x)
         weight = module.weight
         rounded = _RoundedOnce.apply(weight, weight.detach().to(dtype).to(weight.dtype))
-        if dtype == torch.bfloat16 and on_tensor_cores(x):
+        if dtype == torch.bfloat16 and weight.dtype == torch.float32 and on_tensor_cores(x):
             return bf16_linear(x, rounded, module.bias)
         module.__dict__["weight"] = rounded
         try:

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_rl_dsv4.numerics.formats import NumericsError
+
 SPLIT = 256
 """Columns of a TF32 product that are summed by themselves, as DeepGEMM's split-K sums them while an engine decodes.
 
@@ -41,11 +43,11 @@ def on_tensor_cores(x: Tensor) -> bool:
 def without_tensor_cores() -> Iterator[None]:
     """Take the products of this module in float32 for the duration, to measure what that changes."""
     global _enabled
-    _enabled = False
+    before, _enabled = _enabled, False
     try:
         yield
     finally:
-        _enabled = True
+        _enabled = before
 
 
 class _Bf16Product(torch.autograd.Function):
@@ -73,6 +75,8 @@ def bf16_scores(query: Tensor, key: Tensor) -> Tensor:
     if not on_tensor_cores(query) or query.numel() == 0 or key.numel() == 0:
         return torch.matmul(query.float(), key.float().transpose(2, 3))
     batch, heads, length, width = query.shape
+    if key.shape[1] not in (1, heads):
+        raise NumericsError(f"{key.shape[1]} heads of keys for {heads} heads of queries; wanted 1 or {heads}")
     rows = batch if key.shape[1] == 1 else batch * heads
     scores = _Bf16Product.apply(query.reshape(rows, -1, width), key.reshape(rows, -1, width))
     return scores.view(batch, heads, length, key.shape[2])
@@ -81,7 +85,7 @@ def bf16_scores(query: Tensor, key: Tensor) -> Tensor:
 def bf16_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """float32 [..., N] of `x` [..., K] and a weight [N, K], both of BF16 values in BF16 or float32."""
     if not on_tensor_cores(x) or x.numel() == 0:
-        return F.linear(x.float(), weight.float(), bias)
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     out = _Bf16Product.apply(x.reshape(1, -1, x.shape[-1]), weight[None]).view(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias
 

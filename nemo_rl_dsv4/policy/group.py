@@ -61,6 +61,8 @@ class PolicyGroup:
         self._sees_host = sees_host and device == "cuda"
         variables = {**(environment or {}), **(dict.fromkeys(LEAVE_GPUS, "1") if self._sees_host else {})}
         own = CPU_WORKER_OPTIONS if device == "cpu" else GPU_WORKER_OPTIONS
+        self.submitting = threading.RLock()
+        """Held while a call is submitted to all ranks: what two threads call reaches every rank in one order."""
         self.actors: list[Any] = []
         for number in range(world):
             host = self._hosts[number * len(hosts) // world].options() if hosts else {}
@@ -144,6 +146,11 @@ class PolicyGroup:
         """What was installed on the model, module by module, as JSON values; the same on every rank."""
         return get([self.actors[0].install_report.remote()])[0]
 
+    def _submit(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every rank with the same arguments."""
+        with self.submitting:
+            return [getattr(actor, method).remote(*args) for actor in self.actors]
+
     def _by_data_rank(self, data: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """One slice of the rows for each rank; ranks of one context-parallel group get the same slice."""
         rows, dp, cp = len(data["input_ids"]), self.spec.sizes.dp, self.spec.sizes.cp
@@ -159,10 +166,9 @@ class PolicyGroup:
         if method == "get_logprobs" and self.spec.router is RouterMode.REPLAY:
             names.append(ROUTED_EXPERTS)
         padded = _pad_rows({k: data[k] for k in names if k in data}, self.spec.sizes.dp)
-        refs = [
-            getattr(actor, method).remote(part)
-            for actor, part in zip(self.actors, self._by_data_rank(padded), strict=True)
-        ]
+        shares = self._by_data_rank(padded)
+        with self.submitting:
+            refs = [getattr(actor, method).remote(part) for actor, part in zip(self.actors, shares, strict=True)]
         parts = get(refs)[:: self.spec.sizes.cp]
         return {key: torch.cat([part[key] for part in parts])[:rows] for key in parts[0]}
 
@@ -193,15 +199,18 @@ class PolicyGroup:
                 f"{rows} sequences do not divide into global batches of {self.global_batch_size}; "
                 "change policy.train_global_batch_size"
             )
-        self.updates += 1
+        with self.submitting:
+            self.updates += 1
         losses, norms, learning_rates, metrics, routers = [], [], [], [], []
         for start in range(0, rows, self.global_batch_size):
             part = {k: v[start : start + self.global_batch_size] for k, v in data.items()}
             seqs, tokens = _count_trained(part)
-            refs = [
-                actor.train.remote(share, loss_fn, seqs, tokens)
-                for actor, share in zip(self.actors, self._by_data_rank(part), strict=True)
-            ]
+            shares = self._by_data_rank(part)
+            with self.submitting:
+                refs = [
+                    actor.train.remote(share, loss_fn, seqs, tokens)
+                    for actor, share in zip(self.actors, shares, strict=True)
+                ]
             of_all_ranks = get(refs)
             routers += [out["router"] for out in of_all_ranks if "router" in out]
             outputs = of_all_ranks[:: self.spec.sizes.cp]
@@ -223,16 +232,17 @@ class PolicyGroup:
         self.version += 1
         profile = self.spec.profile
         if getattr(generation, "transport", "folder") != "folder":
+            self.sleep(optimizer_only=True)  # engines that sleep take their weights first
             report = generation.update_weights(SentWeights(self, generation.transport, generation.bucket_bytes))
         elif hasattr(generation, "bucket_folder"):
             folder = str(generation.bucket_folder(self.version))
             capacity = generation.bucket_bytes
             self.sleep(optimizer_only=True)
-            get([actor.export_to_folder.remote(profile, folder, capacity, self.version) for actor in self.actors])
+            get(self._submit("export_to_folder", profile, folder, capacity, self.version))
             self.sleep()
             report = generation.update_weights(folder)
         else:
-            refs = [actor.export.remote(profile) for actor in self.actors]
+            refs = self._submit("export", profile)
             get(refs[1:])
             self.sleep()
             report = generation.update_weights(refs[0])
@@ -250,11 +260,11 @@ class PolicyGroup:
             UserError: no host memory for it.
         """
         if self.spec.trainer_sleep:
-            get([actor.sleep.remote(optimizer_only) for actor in self.actors])
+            get(self._submit("sleep", optimizer_only))
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole tensors under AutoModel's names."""
-        return get([actor.full_state_dict.remote() for actor in self.actors])[0]
+        return get(self._submit("full_state_dict"))[0]
 
     def prepare_for_training(self) -> None:
         """Nothing to wake: what left for a rollout (`sleep`) comes back when a call needs it."""
@@ -262,7 +272,7 @@ class PolicyGroup:
     def finish_training(self) -> None:
         """Leave the GPUs' unused memory to the rollout engines; on a CPU there is nothing to do."""
         if self.device == "cuda":
-            get([actor.release_memory.remote() for actor in self.actors])
+            get(self._submit("release_memory"))
 
     def save_checkpoint(self, folder: Path) -> Callable[[], dict[str, str]]:
         """Copy weights, optimizer, schedule and random state on every rank, and begin to write them into `folder`.
@@ -275,7 +285,7 @@ class PolicyGroup:
         """
         from nemo_rl_dsv4.policy.export_source import write_export_source
 
-        get([actor.start_checkpoint.remote(str(Path(folder).resolve())) for actor in self.actors])
+        get(self._submit("start_checkpoint", str(Path(folder).resolve())))
         write_export_source(folder, self.spec.export_source, self.spec.hf_config or {}, self.spec.config_overrides)
 
         def finish() -> dict[str, str]:
@@ -295,8 +305,10 @@ class PolicyGroup:
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what `save_checkpoint` wrote."""
-        self.updates += 1
-        get([actor.load_checkpoint.remote(str(Path(folder).resolve())) for actor in self.actors])
+        with self.submitting:
+            self.updates += 1
+            refs = self._submit("load_checkpoint", str(Path(folder).resolve()))
+        get(refs)
 
     def abandon_checkpoint(self) -> None:
         """Give up a checkpoint that is being written: whoever waits for it gets a `UserError`. Ends checkpointing."""

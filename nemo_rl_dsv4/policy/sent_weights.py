@@ -42,11 +42,7 @@ class SentWeights:
                 (none has changed then), or was found wrong afterwards.
         """
         policy = self._policy
-        if policy.updates != self._updates:
-            raise UserError(
-                f"an engine needs the weights of version {self._version} again, but the policy has been trained since "
-                "and keeps no copy; set policy.dsv4.refit.transport to folder, which does"
-            )
+        self._check_held()
         policy.sleep(optimizer_only=True)
         ranks = get([rank.seat.remote() for rank in policy.actors])
         of_engines = get([engine.seats.remote() for engine in engines])
@@ -57,7 +53,9 @@ class SentWeights:
                 for rank, receivers in zip(policy.actors, delivery.receivers, strict=True)
             ]
         )
-        sending = [rank.send_weights.remote(policy.spec.profile, self._version) for rank in policy.actors]
+        with policy.submitting:
+            self._check_held()  # the ranks may have begun an update while they were asked
+            sending = [rank.send_weights.remote(policy.spec.profile, self._version) for rank in policy.actors]
         receiving = [
             engine.receive_weights.remote(delivery.transport, addresses, self._version)
             for engine, addresses in zip(engines, _addresses(delivery, offers, of_engines), strict=True)
@@ -65,6 +63,13 @@ class SentWeights:
         reports = _both(sending, receiving)
         policy.sleep()  # an engine that woke for this takes its KV pool next
         return reports
+
+    def _check_held(self) -> None:
+        if self._policy.updates != self._updates:
+            raise UserError(
+                f"an engine needs the weights of version {self._version} again, but the policy has been trained since "
+                "and keeps no copy; set policy.dsv4.refit.transport to folder, which does"
+            )
 
 
 def _addresses(

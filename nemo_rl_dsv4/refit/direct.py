@@ -178,16 +178,21 @@ class DirectWrites:
         for name, tensor in parameters.items():
             storage, start, end = _extent(tensor)
             places.setdefault(storage, []).append((start, end, name))
-        for view in (v for place in self._places.values() for v in (place.weight, place.scale) if v is not None):
+        views = [v for place in self._places.values() for v in (place.weight, place.scale) if v is not None]
+        for view in {(_extent(v), v.shape, v.stride()): v for v in views if v.numel()}.values():
             storage, first, last = _extent(view)
-            home = next((n for start, end, n in places.get(storage, []) if start <= first and last <= end), None)
-            if home is None:
+            homes = [name for start, end, name in places.get(storage, []) if start <= first and last <= end]
+            if not homes:
                 raise UserError(f"a weight of shape {list(view.shape)} lies in no parameter")
-            inside[home].append(view)
+            for home in homes:
+                if view.element_size() != parameters[home].element_size():
+                    raise UserError(f"a weight of {view.dtype} lies in {home}, which is {parameters[home].dtype}")
+                inside[home].append(view)
         found = {}
         for name, tensor in parameters.items():
             if sum(view.numel() for view in inside[name]) != tensor.numel():
-                rest = tensor.data.clone()
+                rest = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+                rest.copy_(tensor.data)
                 for view in inside[name]:
                     offset = view.storage_offset() - tensor.storage_offset()
                     rest.as_strided(view.shape, view.stride(), offset).zero_()
@@ -214,8 +219,8 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 def _each_once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Without the second names of memory: a router that an expert layer holds as well is in it twice."""
-    names = {_extent(tensor): name for name, tensor in reversed(tensors.items()) if tensor.numel()}
-    return {name: tensors[name] for name in tensors if name in set(names.values())}
+    kept = set({_extent(tensor): name for name, tensor in reversed(tensors.items()) if tensor.numel()}.values())
+    return {name: tensor for name, tensor in tensors.items() if name in kept}
 
 
 def _changed(before: dict[str, int], now: dict[str, int]) -> set[str]:

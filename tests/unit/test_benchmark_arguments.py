@@ -227,3 +227,38 @@ def test_what_a_process_of_two_gpus_refuses_is_one_line(monkeypatch: pytest.Monk
 )
 def test_attention_weights(refused: Refused, words: str, gpus: int, libraries: tuple[str, ...], wanted: str) -> None:
     assert wanted in refused("attention_weights", *words.split(), gpus=gpus, libraries=libraries)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("engine", "nowhere", "FILE"), "nowhere: no config.json; wanted the folder of a checkpoint"),
+        (("engine", "DIR", "DIR/none/x.pt"), "wanted a file in a folder that exists; make the folder first"),
+        (("engine", "DIR", "DIR"), "wanted a file in a folder that exists"),
+        (("engine", "DIR", "DIR/x.pt", "--layers", "1", "6"), "--layers 6: the checkpoint has layers 0 to 5"),
+        (("engine", "DIR", "DIR/x.pt"), "no vllm in this environment; wanted vLLM 0.26.0"),
+        (("trainer", "DIR", "DIR/x.pt"), "x.pt: no such file; `engine` writes it"),
+        (("trainer", "DIR", "DIR/config.json", "--split", "100"), "--split 100: wanted a multiple of 64"),
+        (("trainer", "DIR", "DIR/config.json"), "torch sees 0 GPUs here; wanted a Hopper GPU"),
+    ],
+)
+def test_operations_name_what_they_lack_before_an_engine_starts(
+    refused: Refused, tmp_path: Path, words: tuple[str, ...], wanted: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 6}', encoding="utf-8")
+    assert wanted in refused("vllm_operations", *(word.replace("DIR", str(tmp_path)) for word in words))
+
+
+def test_operations_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
+    module, path = importlib.import_module("vllm_operations"), tmp_path / "x.pt"
+    kept = dict.fromkeys(("ids", "prompts", "layers", "norm.in", "norm.out"), 1)
+    for content, wanted in (
+        (b"not torch", "is no file that `engine` wrote"),
+        ({"weights": 1}, "it lacks some of"),
+        ({**kept, "config": "another"}, "for a checkpoint with another config.json; run `engine` with this one"),
+    ):
+        path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+        with pytest.raises(UserError, match=wanted):
+            module.read_captured(path, "{}", "cpu")
+    torch.save({**kept, "config": "{}"}, path)
+    assert module.read_captured(path, "{}", "cpu")["layers"] == 1

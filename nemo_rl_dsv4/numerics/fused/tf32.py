@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_rl_dsv4.numerics.formats import NumericsError
 
-ROWS, COLUMNS, STEP = 64, 32, 64
+ROWS, STEP = 64, 64
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _sum_kernel(parts_ptr, out_ptr, size, COUNT: tl.constexpr, BLOCK: tl.constex
 
 
 def tf32_product(x: Tensor, weight: Tensor, split: int) -> Tensor:
-    """float32 [M, N] of `x` [M, K] BF16 and `weight` [N, K] float32 of TF32 values; N up to 32.
+    """float32 [M, N] of `x` [M, K] BF16 and `weight` [N, K] float32 of TF32 values.
 
     Args:
         x: rows, contiguous or not.
@@ -55,14 +55,24 @@ def tf32_product(x: Tensor, weight: Tensor, split: int) -> Tensor:
         split: columns that are summed by themselves, a multiple of 64; the parts are added in order.
     """
     (rows, width), n = x.shape, weight.shape[0]
-    if n > COLUMNS or split % STEP:
-        raise NumericsError(f"{n} columns in parts of {split}; wanted at most {COLUMNS}, and a multiple of {STEP}")
+    if split % STEP:
+        raise NumericsError(f"parts of {split} columns; wanted a multiple of {STEP}")
     parts = triton.cdiv(width, split)
     sums = torch.empty(parts, rows, n, dtype=torch.float32, device=x.device)
     out = torch.empty(rows, n, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(rows, ROWS), parts)
     _parts_kernel[grid](
-        x.contiguous(), weight, sums, rows, n, width, SPLIT=split, M=ROWS, N=COLUMNS, K=STEP, num_warps=4
+        x.contiguous(),
+        weight,
+        sums,
+        rows,
+        n,
+        width,
+        SPLIT=split,
+        M=ROWS,
+        N=max(16, triton.next_power_of_2(n)),
+        K=STEP,
+        num_warps=4,
     )
     _sum_kernel[(triton.cdiv(rows * n, 1024),)](sums, out, rows * n, COUNT=parts, BLOCK=1024)
     return out

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import ray
@@ -23,12 +23,13 @@ from nemo_rl_dsv4.generation.engine_group import EngineGroup
 
 @dataclass
 class Spec:
-    """`dies`: files; while one exists the engine that finds it removes it and dies."""
+    """`dies`, `dies_building`: files; while one exists the engine that finds it removes it and dies."""
 
     batch_size: int = 2
     capture_routes: bool = False
     sleeps: float = 0.0
     dies: list[str] = field(default_factory=list)
+    dies_building: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -45,7 +46,14 @@ class Echo:
 
     def build(self, spec: Spec) -> str:
         self.spec, self.version = spec, 0
+        self.die(spec.dies_building)
         return "echo"
+
+    def die(self, files: list[str]) -> None:
+        for path in files:
+            with contextlib.suppress(FileNotFoundError):  # another engine was faster
+                os.remove(path)
+                os._exit(1)
 
     def update_weights(self, version: int) -> dict[str, Any]:
         self.version = version
@@ -54,10 +62,7 @@ class Echo:
         return {**counts, "phases": {"load": 0.25}, "phase_bytes": {"load": 8}}
 
     def generate(self, prompts: list[list[int]], params: Any, seed: int, rows: list[int]) -> list[Any]:
-        for path in self.spec.dies:
-            with contextlib.suppress(FileNotFoundError):  # another engine was faster
-                os.remove(path)
-                os._exit(1)
+        self.die(self.spec.dies)
         time.sleep(self.spec.sleeps)
         made = [[len(prompt), self.version, seed + row] for prompt, row in zip(prompts, rows, strict=True)]
         return [SimpleNamespace(tokens=tokens, logprobs=[-1.0] * 3, truncated=False) for tokens in made]
@@ -123,6 +128,27 @@ def test_a_refit_that_finds_an_engine_dead_is_made_again_for_all() -> None:
     assert rollout.update_weights(8)["bytes"] == 8.0
     assert rollout.restarts == 1 and rollout.actors[0] is kept and rollout.actors[1] is not dead
     assert answers(rollout) == [[length, 8, seed] for length, _, seed in WANTED]
+    rollout.shutdown()
+
+
+def test_a_policy_that_sends_is_asked_again_with_the_new_engine(tmp_path: Path) -> None:
+    """And one that dies as it starts is started once more."""
+
+    class Sent:
+        asked: ClassVar[list[list[Any]]] = []
+
+        def deliver(self, engines: list[Any]) -> list[dict[str, Any]]:
+            self.asked.append(list(engines))
+            return ray.get([engine.update_weights.remote(9) for engine in engines])
+
+    rollout, sent = group(Spec(dies_building=[str(tmp_path / "die")])), Sent()
+    dead = rollout.actors[0]
+    ray.kill(dead)
+    (tmp_path / "die").touch()
+    rollout.update_weights(sent)
+    assert rollout.restarts == 2 and [len(engines) for engines in sent.asked] == [2, 2]
+    assert dead in sent.asked[0] and sent.asked[1] == rollout.actors and dead not in rollout.actors
+    assert answers(rollout) == [[length, 9, seed] for length, _, seed in WANTED]
     rollout.shutdown()
 
 

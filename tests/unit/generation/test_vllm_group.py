@@ -129,6 +129,7 @@ def test_an_engine_that_died_asleep_is_started_again_when_the_others_wake(sleepy
     group.actors.append(dead)
     group._spec, group.restarts = None, 0
     group._start = lambda number: SimpleNamespace(build=Answer(notes.append(f"start {number}")), wake_up=Answer(None))
+    monkeypatch.setattr(engine_group, "kill", lambda actors: None)
 
     def answered(answers: list[object]) -> list[object]:
         for answer in answers:
@@ -144,6 +145,50 @@ def test_an_engine_that_died_asleep_is_started_again_when_the_others_wake(sleepy
     group.prepare_for_generation()
     assert notes == ["load version-1", "sleep", "wake weights", "start 1", "load version-1", "wake kv_cache"]
     assert group.restarts == 1 and group.actors[1] is not dead
+
+
+def test_an_engine_that_dies_as_its_cache_wakes_gets_the_weights_of_the_others(group, monkeypatch) -> None:
+    """They have committed them by then: nothing else would bring the new one any."""
+
+    def answered(answers: list[object]) -> list[object]:
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def actor(name: str, cache: object = None) -> SimpleNamespace:
+        wake_up = SimpleNamespace(remote=lambda tag: cache if tag == "kv_cache" else None)
+        return SimpleNamespace(name=name, wake_up=wake_up, sleep=Answer(None), build=Answer(None))
+
+    class Sent:
+        def deliver(self, actors: list[SimpleNamespace]) -> list[dict]:
+            held.update({one.name: "new" for one in actors})
+            counts = {"tensors": 3, "quantized": 1, "bytes": 8, "seconds": 1.0, "findings": []}
+            return [{**counts, "phases": {}, "phase_bytes": {}} for _ in actors]
+
+    held = dict.fromkeys(("a", "b", "c"), "old")
+    group.sleeps, group.asleep, group.actors = True, True, [actor("a"), actor("b", RayActorError())]
+    group._spec, group.restarts, group._start = None, 0, lambda number: actor("c")
+    for module in (vllm, engine_group):
+        monkeypatch.setattr(module, "get", answered)
+    monkeypatch.setattr(engine_group, "kill", lambda actors: None)
+    group.update_weights(Sent())
+    assert [one.name for one in group.actors] == ["a", "c"] and held["a"] == held["c"] == "new" and not group.asleep
+
+
+def test_why_a_load_failed_is_not_lost_when_sleep_fails_too(sleepy, monkeypatch, caplog) -> None:
+    group, _ = sleepy
+    group.bucket_folder(1).mkdir()
+    group.update_weights(group.bucket_folder(1))
+    group.finish_generation()
+    monkeypatch.setattr(group, "_on_all", lambda method, *args: failing() if method == "sleep" else [])
+
+    def failing() -> None:
+        raise UserError("less free memory than before")
+
+    with pytest.raises(UserError, match="no buckets"):
+        group.update_weights(group.bucket_folder(2))
+    assert "could not be put back to sleep (less free memory than before)" in caplog.text
 
 
 class Answer:
@@ -173,6 +218,7 @@ def test_weights_that_are_sent_leave_no_buckets_behind(group, monkeypatch) -> No
     assert not group.bucket_folder(1).exists()
     group._spec, group.restarts, group._start = None, 0, lambda number: Revived()
     monkeypatch.setattr(engine_group, "get", lambda refs: refs)
+    monkeypatch.setattr(engine_group, "kill", lambda actors: None)
     group._revive("b", RuntimeError("it died"))
     assert asked == [["a", "b"], [group.actors[1]]]
 

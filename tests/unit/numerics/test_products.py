@@ -54,6 +54,19 @@ def test_tensor_cores_can_be_left_out() -> None:
         assert not products._enabled
         raise KeyError
     assert products._enabled is before is True
+    with products.without_tensor_cores():
+        with products.without_tensor_cores():
+            pass
+        assert not products._enabled
+
+
+def test_a_bias_and_heads_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "on_tensor_cores", lambda x: True)
+    x, w, bias = values(5, 16), values(6, 16, seed=2), values(6, seed=3)
+    torch.testing.assert_close(products.bf16_linear(x, w, bias), F.linear(x.float(), w.float(), bias.float()))
+    assert products.bf16_linear(x[:0], w, bias).shape == (0, 6)
+    with pytest.raises(ValueError, match="2 heads of keys for 4 heads of queries; wanted 1 or 4"):
+        products.bf16_scores(values(1, 4, 3, 16), values(1, 2, 3, 16))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +74,7 @@ def tf32() -> ModuleType:
     return interpreted.load()["tf32"]
 
 
-@pytest.mark.parametrize(("rows", "columns", "n", "split"), [(70, 640, 24, 256), (3, 64, 32, 64), (64, 100, 5, 128)])
+@pytest.mark.parametrize(("rows", "columns", "n", "split"), [(70, 640, 24, 256), (3, 64, 35, 64), (64, 100, 5, 128)])
 def test_the_kernel_adds_parts_of_any_shape(tf32: ModuleType, rows: int, columns: int, n: int, split: int) -> None:
     x, w = values(rows, columns), tf32_values(values(n, columns, seed=1, dtype=torch.float32))
     found = tf32.tf32_product(x, w, split)
@@ -69,7 +82,6 @@ def test_the_kernel_adds_parts_of_any_shape(tf32: ModuleType, rows: int, columns
     assert torch.equal(tf32.tf32_product(x.t().contiguous().t(), w, split), found)
 
 
-@pytest.mark.parametrize(("n", "split"), [(33, 64), (24, 100)])
-def test_the_kernel_refuses_what_it_cannot_hold(tf32: ModuleType, n: int, split: int) -> None:
-    with pytest.raises(ValueError, match=f"{n} columns in parts of {split}; wanted at most 32, and a multiple of 64"):
-        tf32.tf32_product(values(4, 128), values(n, 128, dtype=torch.float32), split)
+def test_the_kernel_refuses_parts_that_it_cannot_walk(tf32: ModuleType) -> None:
+    with pytest.raises(ValueError, match="parts of 100 columns; wanted a multiple of 64"):
+        tf32.tf32_product(values(4, 128), values(24, 128, dtype=torch.float32), 100)

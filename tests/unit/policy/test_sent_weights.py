@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.policy import sent_weights, weight_sender
@@ -129,6 +130,7 @@ def policy(threads: None, training_once: State) -> Any:
     spec = SimpleNamespace(profile="vllm-hopper")
     slept: list[str] = []
     made = SimpleNamespace(actors=[Remote(rank) for rank in ranks], ranks=ranks, spec=spec, version=3, updates=5)
+    made.submitting = contextlib.nullcontext()
     made.slept, made.sleep = slept, lambda optimizer_only=False: slept.append("optimizer" if optimizer_only else "all")
     return made
 
@@ -191,3 +193,33 @@ def test_weights_that_the_policy_no_longer_has_are_not_sent(policy: Any, officia
     with pytest.raises(UserError, match="weights of version 3 again, but the policy has been trained since"):
         sent.deliver(engines(official_once, ["gpu0"]))
     assert policy.slept == []
+
+
+def test_weights_that_are_trained_while_the_ranks_are_asked_are_not_sent(policy: Any, official_once: State) -> None:
+    """A rank that scores answers seconds later; an update may have been called by then, and comes first."""
+    sent, first = [], policy.ranks[0]
+    open_sender, first.send_weights = first.open_sender, lambda *args: sent.append(args)
+
+    def opened(*args: Any) -> Any:
+        policy.updates += 1
+        return open_sender(*args)
+
+    first.open_sender = opened
+    with pytest.raises(UserError, match="the weights of version 3 again, but the policy has been trained since"):
+        SentWeights(policy, "cuda_ipc", 1 << 20).deliver(engines(official_once, ["gpu0"]))
+    assert sent == []
+
+
+def test_a_process_that_died_is_what_a_refit_failed_of(threads: None) -> None:
+    """The ranks that waited for it only heard of it; a group of engines starts a dead one again."""
+    told = [failed(RayTaskError("call", "", UserError(text))) for text in ("not committed", "the other end is gone")]
+    with pytest.raises(RayActorError, match="an engine"):
+        sent_weights._both(told, [failed(RayActorError(error_msg="an engine"))])
+    with pytest.raises(UserError, match="the other end is gone"):
+        sent_weights._both(told, [])
+
+
+def failed(error: Exception) -> Future:
+    future: Future = Future()
+    future.set_exception(error)
+    return future

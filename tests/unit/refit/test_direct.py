@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from fake_engine import FakeEngine
 from test_live import expected, same, stage, started, versions  # noqa: F401  (fixtures)
 
+from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.refit.direct import DirectWrites
 from nemo_rl_dsv4.refit.live import LiveRefit
 
 
@@ -119,6 +122,33 @@ def test_a_weight_under_two_names_is_one(expected: Any, versions: Any) -> None: 
     assert "model.layers.1.router.weight" in dict(engine.model.named_parameters(remove_duplicate=False))
     live = refitted(engine, expected, versions, 3)
     assert live.direct is not None and (live.direct.reason, live.direct.ready, engine.loads) == (None, True, 2)
+
+
+def test_weights_that_share_a_storage_are_told_apart() -> None:
+    """Two weights in one buffer, and a third of which nothing is ever sent; half of another one is."""
+    buffer, other = torch.arange(12.0), torch.arange(8.0).view(2, 4)
+    model = torch.nn.Module()
+    for name, part in {**dict(zip("abc", buffer.split(4), strict=True)), "d": other}.items():
+        model.register_parameter(name, torch.nn.Parameter(part, requires_grad=False))
+    direct = DirectWrites(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    views = {"a": model.a.data, "b": model.b.data, "d": model.d.data[:, :2], "again": model.d.data[:, :2]}
+    direct._places = {name: SimpleNamespace(weight=view, scale=None) for name, view in views.items()}  # type: ignore[misc]
+    before = direct._remaining()
+    assert set(before) == {"c", "d"}
+    model.a.data.add_(1)
+    model.d.data[:, :2] += 1
+    assert direct._remaining() == before  # what was sent may change
+    for name, part in (("c", model.c.data), ("d", model.d.data[:, 2:])):
+        part.add_(1)
+        after = direct._remaining()
+        assert {found for found in before if after[found] != before[found]} == {name}
+        before = after
+    direct._places["wide"] = SimpleNamespace(weight=model.c.data.view(torch.float64), scale=None)  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"a weight of torch.float64 lies in c, which is torch.float32"):
+        direct._remaining()
+    direct._places = {"away": SimpleNamespace(weight=torch.zeros(2), scale=None)}  # type: ignore[dict-item]
+    with pytest.raises(UserError, match=r"a weight of shape \[2\] lies in no parameter"):
+        direct._remaining()
 
 
 def test_padding_that_the_loaders_change_keeps_the_loaders(expected: Any, versions: Any) -> None:  # noqa: F811
