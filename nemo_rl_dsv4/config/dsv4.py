@@ -103,7 +103,8 @@ class Refit(Section):
     """A refit that is found wrong ends the run, or is logged under `refit/findings` and the run goes on."""
     direct: bool = False
     """Write weights straight into the memory of vLLM's kernels from the third refit on, if the first two have shown
-    that vLLM's loaders do the same; else the log says why they go on. Run on one H200 with vLLM 0.26.0 (docs/refit.md)."""
+    that vLLM's loaders do the same; else the log says why they go on. Run on one H200 with vLLM 0.26.0
+    (docs/refit.md)."""
 
 
 class WarmStart(Section):
