@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ def test_ranks_on_gpus_release_memory_when_training_has_finished(monkeypatch):
     released = []
     actors = [SimpleNamespace(release_memory=SimpleNamespace(remote=lambda i=i: released.append(i))) for i in range(2)]
     group = PolicyGroup.__new__(PolicyGroup)
-    group.device, group.actors = "cpu", actors
+    group.device, group.actors, group.submitting = "cpu", actors, threading.RLock()
     group.finish_training()
     assert released == []
     group.device = "cuda"
