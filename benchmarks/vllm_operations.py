@@ -38,19 +38,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from arguments import at_least
+from attention_weights import causal, rounded, scores_of, unrounded
 
 from nemo_rl_dsv4.cli.guard import guarded
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.fp8_gemm import scaled_linear
 from nemo_rl_dsv4.model.weight_rounding import QuantizedWeight
 from nemo_rl_dsv4.numerics import QuantSpec, fake_quant, get_profile
-from nemo_rl_dsv4.numerics.attention import attend_with_rounded_weights
-from nemo_rl_dsv4.numerics.products import bf16_scores
 from nemo_rl_dsv4.numerics.rotary import inverse_rope_fake_quant
 from nemo_rl_dsv4.numerics.swiglu import swiglu_fake_quant
 
 HOPPER = get_profile("vllm-hopper")
-WINDOW = 128
 SHARED_STEPS = ("clamp", "silu", "product")
 
 
@@ -133,21 +131,10 @@ def bounds(positions: Tensor) -> Iterator[slice]:
 
 def attention(query: Tensor, keys: Tensor, positions: Tensor, sinks: Tensor, weights_in_bf16: bool) -> Tensor:
     """Window attention of a flat batch: [T, H, D] BF16."""
-    parts = []
+    attend, parts = rounded if weights_in_bf16 else unrounded, []
     for part in bounds(positions):
         q, k = query[part], keys[part]
-        at = torch.arange(len(k), device=k.device)
-        visible = ((at[:, None] >= at) & (at[:, None] - at < WINDOW))[None, None]
-        scores = bf16_scores(q.transpose(0, 1)[None], k[None, None])
-        scaling = q.shape[-1] ** -0.5
-        if weights_in_bf16:
-            out = attend_with_rounded_weights(
-                scores, k[None, None], visible, sinks, scaling=scaling, window=len(k), largest_window=WINDOW
-            )
-        else:
-            logits = (scores * scaling).masked_fill(~visible, -torch.inf)
-            logits = torch.cat([logits, sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
-            out = logits.softmax(-1)[..., :-1] @ k.float()
+        out = attend(scores_of(q, k), k, causal(len(k), str(k.device)), sinks.float())
         parts.append(out[0].transpose(0, 1).bfloat16())
     return torch.cat(parts)
 

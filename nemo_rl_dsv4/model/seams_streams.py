@@ -53,8 +53,9 @@ class HyperConnection(Seam):
         if not self._narrow:
             return super().forward(hidden_streams)
         module: Any = self
-        with during(_projected_first, self if self._tf32 and on_tensor_cores(hidden_streams) else None):
-            if self._tf32 and _projected_first.get() is None:
+        projected_first = self._tf32 and on_tensor_cores(hidden_streams)
+        with during(_projected_first, self if projected_first else None):
+            if self._tf32 and not projected_first:
                 fn = module._parameters["fn"].float()
                 module.__dict__["fn"] = tf32_weight(fn, module.hc_mult if self._same_streams else 1)
             try:
