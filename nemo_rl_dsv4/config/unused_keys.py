@@ -35,7 +35,7 @@ UNUSED_OF_REFERENCE: dict[str, tuple[Any, ...]] = {
     **_RESOURCES,
     "policy.generation.vllm_kwargs": ({},),
     "policy.dsv4.vllm_python": (None,),
-    "policy.dsv4.refit.direct": (False,),
+    "policy.dsv4.refit.direct": (None, False),
 }
 """The same for the reference engine, whose processes are on CPUs."""
 UNUSED_OF_DATASETS = ("processor", "env_name", "download_dir", "subset", "split", "split_validation_size")

@@ -44,9 +44,17 @@ def vllm_spec(config: MasterConfig, checkpoint: Path) -> VllmSpec:
         sleep_mode=config.policy.dsv4.engine_sleep,
         refit_checks=config.policy.dsv4.refit.checks,
         refit_on_finding=config.policy.dsv4.refit.on_finding,
-        refit_direct=config.policy.dsv4.refit.direct,
+        refit_direct=_writes_directly(config),
         seed=config.grpo.seed,
         window_yarn=config.policy.dsv4.alignment.yarn_on_window_layers,
         environment=engine.env_vars,
         engine_arguments=own,
     )
+
+
+def _writes_directly(config: MasterConfig) -> bool:
+    """`policy.dsv4.refit.direct`, or where it is null, whether engines are such as it was run with."""
+    chosen = config.policy.dsv4.refit.direct
+    if chosen is not None:
+        return chosen
+    return config.policy.generation.vllm_cfg.tensor_parallel_size == 1 and not config.policy.dsv4.engine_sleep

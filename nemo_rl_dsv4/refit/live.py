@@ -8,7 +8,7 @@ know. Then whatever holds parameter objects is pointed at the live ones, and onl
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from nemo_rl_dsv4.refit.direct import DirectEngine, DirectWrites
 from nemo_rl_dsv4.refit.references import find_references, live_tensors, repoint, stale_references
 from nemo_rl_dsv4.refit.report import Checks, RefitReport, Stream, checked_names
 from nemo_rl_dsv4.refit.staging import StagedWeights
+from nemo_rl_dsv4.refit.vllm_layout import dequantize_blocks
 
 
 class LiveEngine(DirectEngine, Protocol):
@@ -173,16 +174,62 @@ class LiveRefit:
             yield f"{name}: no loader wrote it"
         for reference in stale_references(self.engine.model, self.references):
             yield f"{reference}: stale, it is not the live parameter"
+        if not self._good_scales(scales.values()):
+            yield from self._bad_scales(scales)
+        for name in _differing(staged, names, self.engine.read_back):
+            held = self.engine.read_back(name)
+            assert held is not None
+            yield from _compare(name, staged, *held)
+
+    def _good_scales(self, scales: Iterable[torch.Tensor]) -> bool:
+        """Whether all of them are scales; waits for the GPU once."""
+        flat = [values.flatten() for values in scales]
+        if not flat:
+            return True
+        values = torch.cat(flat)
+        good = values.isfinite() & (values > 0)
+        return bool((good & is_power_of_two(values) if self.power_of_two else good).all())
+
+    def _bad_scales(self, scales: Mapping[str, torch.Tensor]) -> Iterator[str]:
         for name, values in scales.items():
             wrong = ~values.isfinite() | (values <= 0)
             if bool(wrong.any()):
                 yield f"{name}: {int(wrong.sum())} scales are zero, negative or not finite"
             elif self.power_of_two and not bool(is_power_of_two(values).all()):
                 yield f"{name}: scales are not powers of two"
-        for name in names:
-            held = self.engine.read_back(name)
-            if held is not None:
-                yield from _compare(name, staged, *held)
+
+
+def _differing(
+    staged: StagedWeights,
+    names: Sequence[str],
+    read_back: Callable[[str], tuple[torch.Tensor, tuple[slice, ...]] | None],
+) -> list[str]:
+    """Names to compare one by one (`_compare`): those that differ, and those not compared here; one wait for a GPU."""
+    open_questions: list[str] = []
+    flags: list[torch.Tensor] = []
+    unread: list[str] = []
+    for name in names:
+        held = read_back(name)
+        if held is None:
+            continue
+        found, part = held
+        data, scale = staged.pair(name)
+        if data.dtype in (torch.int8, torch.uint8) and scale is not None:
+            unread.append(name)  # packed FP4
+            continue
+        sent = data.to(found.device, non_blocking=True)
+        if scale is None:
+            sent = sent[part].to(found.dtype)
+        else:
+            found = found.float()
+            sent = dequantize_blocks(sent, scale.to(found.device, non_blocking=True))[part]
+        if sent.shape != found.shape:
+            unread.append(name)
+            continue
+        flags.append((sent != found).any())  # NaN differs from itself, minus zero does not from zero
+        open_questions.append(name)
+    differ = torch.stack(flags).tolist() if flags else []
+    return [*unread, *(name for name, differs in zip(open_questions, differ, strict=True) if differs)]
 
 
 def _compare(name: str, staged: StagedWeights, held: torch.Tensor, part: tuple[slice, ...]) -> Iterator[str]:

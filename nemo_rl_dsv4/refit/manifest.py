@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,9 +48,26 @@ class Manifest:
         """Bytes of the bucket's buffer, padding included."""
         return padded(max((entry.offset + entry.bytes for entry in self.entries), default=0))
 
+    def to_fields(self) -> dict[str, Any]:
+        """Plain values, quick to pickle."""
+        return {**vars(self), "entries": [tuple(entry) for entry in self.entries]}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Manifest:
+        """Read what `to_fields` gave.
+
+        Raises:
+            UserError: not a manifest.
+        """
+        try:
+            entries = tuple(Entry(n, dtype, tuple(shape), *rest) for n, dtype, shape, *rest in fields["entries"])
+            return cls(**{**fields, "entries": entries})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"refit: not a bucket manifest ({error}): {str(fields)[:80]!r}") from error
+
     def to_json(self) -> str:
         """One line of JSON."""
-        return json.dumps({"version": self.version, "index": self.index, "last": self.last, "entries": self.entries})
+        return json.dumps(self.to_fields())
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -61,10 +78,9 @@ class Manifest:
         """
         try:
             fields = json.loads(text)
-            entries = tuple(Entry(n, dtype, tuple(shape), *rest) for n, dtype, shape, *rest in fields.pop("entries"))
-            return cls(entries=entries, **fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise UserError(f"refit: not a bucket manifest ({error}): {text[:80]!r}") from error
+        return cls.from_fields(fields)
 
 
 def write_bucket(

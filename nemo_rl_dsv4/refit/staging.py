@@ -43,6 +43,8 @@ class StagedWeights:
         self.checksums: dict[str, int] = {}
         """Checksum of each tensor that has arrived, by name; equal for equal bytes."""
         self._next_bucket, self._last = 0, False
+        self._order: list[str] | None = None
+        self._checked: set[bool] = set()
         self.version: int | None = None
         self.bytes = 0
         self._sum = 0
@@ -73,6 +75,7 @@ class StagedWeights:
             self.checksums[entry.name] = entry.checksum
         self._next_bucket += 1
         self._last = manifest.last
+        self._order, self._checked = None, set()
 
     @property
     def checksum(self) -> str:
@@ -82,6 +85,8 @@ class StagedWeights:
     def check_complete(self, *, power_of_two: bool = True) -> None:
         """Compare with what the model needs: every tensor once, its shape, its scale's grid, dtype and values.
 
+        A set that has passed is not compared again.
+
         Args:
             power_of_two: scales must be powers of two.
 
@@ -89,6 +94,8 @@ class StagedWeights:
             UserError: the last bucket is missing, a tensor is missing, unknown or of another shape, or a scale is
                 neither float32 nor float8_e8m0fnu, or holds a value that is no scale.
         """
+        if power_of_two in self._checked or True in self._checked:
+            return
         if not self._last:
             raise UserError(f"refit: the transfer ended after {self._next_bucket} buckets, before the last one")
         scales = {name for name in self._tensors if name.endswith(".scale")}
@@ -111,6 +118,7 @@ class StagedWeights:
         if scales:
             raise UserError(f"refit: scale {min(scales)!r} belongs to no quantized weight")
         self._check_scales(power_of_two)
+        self._checked.add(power_of_two)
 
     def _check_scales(self, power_of_two: bool) -> None:
         scales = {name: tensor for name, tensor in self._tensors.items() if name.endswith(".scale")}
@@ -135,7 +143,9 @@ class StagedWeights:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor but the scales, in export order."""
-        for name in sorted((n for n in self._tensors if not n.endswith(".scale")), key=export_order):
+        if self._order is None:
+            self._order = sorted((n for n in self._tensors if not n.endswith(".scale")), key=export_order)
+        for name in self._order:
             yield name, self._tensors[name]
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -140,7 +140,7 @@ class SharedSender:
             if buffer.is_cuda:
                 torch.cuda.synchronize(buffer.device)
             for link, slots in zip(links, held, strict=True):
-                link.send(("bucket", slot, manifest.to_json()))
+                link.send(("bucket", slot, manifest.to_fields()))
                 slots.add(slot)
         report = tally.report()
         self._await_staged(links, held, report.checksum)
@@ -219,7 +219,7 @@ class SharedReceiver:
                 continue
             if kind != "bucket":
                 raise UserError(f"refit: the sender gave up: {rest[0]}")
-            slot, manifest = rest[0], Manifest.from_json(rest[1])
+            slot, manifest = rest[0], Manifest.from_fields(rest[1])
             yield manifest, self._slots[slot]
             if self._slots[slot].is_cuda:
                 torch.cuda.synchronize(self._slots[slot].device)

@@ -23,7 +23,8 @@ def test_checks_reach_the_engines(tiny, tmp_path, monkeypatch, overrides, wanted
 
 
 def test_direct_writes_are_asked_for_and_not_of_engines_that_sleep(tiny, tmp_path) -> None:
-    assert vllm_spec(load_config(tiny), Path(tmp_path)).refit_direct is False
+    off = load_config(tiny, ["policy.dsv4.refit.direct=false"])
+    assert vllm_spec(off, Path(tmp_path)).refit_direct is False and not any("direct" in s for s in unused_keys(off))
     config = load_config(tiny, ["policy.dsv4.refit.direct=true"])
     assert vllm_spec(config, Path(tmp_path)).refit_direct is True
     assert any("policy.dsv4.refit.direct (true)" in sentence.lower() for sentence in unused_keys(config))
@@ -32,6 +33,20 @@ def test_direct_writes_are_asked_for_and_not_of_engines_that_sleep(tiny, tmp_pat
     with pytest.raises(UserError, match="policy.dsv4.refit.direct is true and policy.dsv4.engine_sleep too"):
         validate(load_config(mini, chosen), runs_here=False)
     validate(load_config(mini, chosen[:1]), runs_here=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ([], True),
+        (["policy.dsv4.engine_sleep=true"], False),
+        (["policy.generation.vllm_cfg.tensor_parallel_size=2", "cluster.gpus_per_node=2"], False),
+    ],
+)
+def test_without_a_choice_direct_writes_are_made_where_they_were_run(tiny, tmp_path, overrides, wanted) -> None:
+    config = load_config(tiny.parent / "grpo-dsv4-mini-1n1g-automodel-qat.yaml", overrides)
+    validate(config, runs_here=False)
+    assert vllm_spec(config, Path(tmp_path)).refit_direct is wanted
 
 
 @pytest.mark.parametrize("key", ["checks", "on_finding", "transport"])

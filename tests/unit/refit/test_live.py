@@ -13,6 +13,7 @@ from fake_engine import Experts, FakeEngine, LayoutName
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.official_names import expected_tensors
 from nemo_rl_dsv4.refit import export_weights, pack_buckets
+from nemo_rl_dsv4.refit import live as live_module
 from nemo_rl_dsv4.refit.live import LiveRefit
 from nemo_rl_dsv4.refit.manifest import write_bucket
 from nemo_rl_dsv4.refit.report import refit_metrics, require_valid
@@ -253,6 +254,66 @@ def test_scales_that_are_no_powers_of_two_are_found(expected: Any, versions: Any
     for version in (1, 2):
         report = live.apply(stage(expected, versions[version], version))
         assert any("wq_b.weight_scale_inv: scales are not powers of two" in finding for finding in report.findings)
+
+
+def test_minus_zero_is_zero_and_nan_is_no_weight(expected: Any, versions: Any) -> None:
+    """Values are compared, not their bytes; of those that differ only, by bytes, the difference is said."""
+    engine = started(expected, versions, "float")
+    plain, original = "layers.0.attn_norm.weight", engine.load
+
+    def with_first(stream: Any, value: float) -> Any:
+        for name, tensor in stream:
+            if name == plain:
+                tensor = tensor.clone()
+                tensor[0] = value
+            yield name, tensor
+
+    live = LiveRefit(engine, checks="all")
+    engine.load = lambda stream: original(with_first(stream, -0.0))  # type: ignore[method-assign]
+    sent = list(with_first(versions[1], 0.0))
+    assert live.apply(stage(expected, sent, 1)).findings == () and live.valid
+    engine.load = lambda stream: original(with_first(stream, torch.nan))  # type: ignore[method-assign]
+    report = live.apply(stage(expected, versions[2], 2))
+    (finding,) = report.findings
+    assert re.fullmatch(rf"{plain}: the engine computes with other values, largest difference nan", finding)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_that_are_alike_are_compared_together(
+    expected: Any, versions: Any, layout: LayoutName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, with two checksums and a wait for the GPU each, only those that differ."""
+    asked: list[str] = []
+    compare = live_module._compare
+    monkeypatch.setattr(live_module, "_compare", lambda name, *args: asked.append(name) or compare(name, *args))
+    engine = started(expected, versions, layout)
+    original = engine.load
+    live = LiveRefit(engine, checks="all")
+    assert live.apply(stage(expected, versions[1], 1)).findings == () and asked == []
+    wrong = [(n, t * 2 if n.endswith("1.attn.wq_b.scale") else t) for n, t in versions[2]]
+    engine.load = lambda stream: original(iter(wrong))  # type: ignore[method-assign]
+    (finding,) = live.apply(stage(expected, versions[2], 2)).findings
+    assert asked == ["layers.1.attn.wq_b.weight"] and finding.startswith("layers.1.attn.wq_b.weight or ")
+
+
+def test_a_set_that_has_passed_is_not_checked_again(
+    expected: Any, versions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What passed with any scales is checked again where they must be powers of two, not the other way round."""
+    counted: list[bool] = []
+    check = StagedWeights._check_scales
+    monkeypatch.setattr(StagedWeights, "_check_scales", lambda own, pow2: counted.append(pow2) or check(own, pow2))
+    odd = [(n, t * 1.5 if n.endswith("wq_b.scale") else t) for n, t in versions[1]]
+    staged = stage(expected, odd, 1)
+    staged.check_complete(power_of_two=False)
+    staged.check_complete(power_of_two=False)
+    assert counted == [False]
+    with pytest.raises(UserError, match=r"wq_b\.scale\[0, 0\] is .*; wanted a power of two"):
+        staged.check_complete()
+    good = stage(expected, versions[1], 1)
+    for power_of_two in (True, True, False):
+        good.check_complete(power_of_two=power_of_two)
+    assert counted == [False, True, True]
 
 
 def test_storage_that_moves_is_brought_home(expected: Any, versions: Any) -> None:

@@ -107,7 +107,7 @@ def test_checksum_sees_exchanged_tensors_and_rows() -> None:
 def test_manifest_describes_its_bucket(stream: Items) -> None:
     buffer = torch.empty(CAPACITY, dtype=torch.uint8)
     manifest = write_bucket(stream[:6], buffer, version=7, index=2, last=True)
-    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert Manifest.from_json(manifest.to_json()) == manifest == Manifest.from_fields(manifest.to_fields())
     assert (manifest.version, manifest.index, manifest.last) == (7, 2, True)
     for (name, sent), (other, got) in zip(stream[:6], read_bucket(manifest, buffer), strict=True):
         assert name == other
@@ -117,6 +117,9 @@ def test_manifest_describes_its_bucket(stream: Items) -> None:
         list(read_bucket(manifest, buffer))
     with pytest.raises(UserError, match="not a bucket manifest"):
         Manifest.from_json('{"version": 1}')
+    for damaged in ({**manifest.to_fields(), "entries": [("a", "float32")]}, {**manifest.to_fields(), "more": 1}):
+        with pytest.raises(UserError, match="not a bucket manifest"):
+            Manifest.from_fields(damaged)
     with pytest.raises(UserError, match="bucket 0 needs"):
         write_bucket(stream[:6], torch.empty(64, dtype=torch.uint8), version=1, index=0, last=True)
 
