@@ -3,7 +3,8 @@
 A tensor core cuts off what a sum loses at each step of eight columns, so the result depends on where sums start. The
 parts here are DeepGEMM's, and so is the order in which vLLM's next kernel adds them. The products were compared on an
 H200, with the parts added in order by torch: for 64 to 3360 rows of 2048 and 8192 columns, 2 to 32 parts, every sum is
-the same to the bit (docs/alignment.md). `_sum_kernel`, which adds them here, has been compiled for Hopper but not run.
+the same to the bit (docs/alignment.md); `_sum_kernel`, which adds them here, does it in that order
+(tests/gpu/test_products.py).
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
