@@ -98,13 +98,14 @@ class Refit(Section):
     """Where `transport: folder` puts its files: with several nodes a folder that all of them share. Null for memory of
     the one host (`/dev/shm`)."""
     checks: Literal["sampled", "all"] = "sampled"
-    """Weights whose values in the engine are compared with what was sent: 48, drawn anew each time, or all."""
+    """Weights whose values in the engine are compared with what was sent: 48, drawn anew each time, beside sinks, hash
+    tables and router biases; or all."""
     on_finding: Literal["stop", "warn"] = "stop"
     """A refit that is found wrong ends the run, or is logged under `refit/findings` and the run goes on."""
     direct: bool | None = None
     """Write weights straight into the memory of vLLM's kernels from the third refit on, if the first two have shown
-    that vLLM's loaders do the same; else the log says why they go on. Null does so where engines have one worker and
-    stay awake, which was run (one H200, vLLM 0.26.0, docs/refit.md)."""
+    that vLLM's loaders do the same; else the log says why they go on. Null does so on Hopper where engines have
+    one worker and stay awake, which was run (one H200, vLLM 0.26.0, docs/refit.md)."""
 
 
 class WarmStart(Section):

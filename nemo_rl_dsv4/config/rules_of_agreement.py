@@ -12,7 +12,7 @@ from typing import NamedTuple
 from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.config.model_limits import TINY, model_values
 from nemo_rl_dsv4.config.rules import require
-from nemo_rl_dsv4.generation.rollout_facts import FACTS, PROFILE_OF_GPU
+from nemo_rl_dsv4.generation.rollout_facts import FACTS, named_profile
 
 ENGINE = "policy.generation.vllm_cfg"
 ARGUMENTS = "policy.generation.vllm_kwargs"
@@ -181,7 +181,7 @@ RULES = (_rounding, *map(_only_vllm, (_scales, _experts, _tokenizers, _cache, _e
 def _profile(config: MasterConfig) -> str | None:
     """The named profile, or the one that the recipe's GPU implies; None where only the worker knows."""
     dsv4 = config.policy.dsv4
-    return PROFILE_OF_GPU.get(dsv4.gpu or "") if dsv4.rollout_profile == "auto" else dsv4.rollout_profile
+    return named_profile(dsv4.rollout_profile, dsv4.gpu)
 
 
 def _nested(section: object, key: str) -> object:

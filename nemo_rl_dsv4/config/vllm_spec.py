@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.generation.rollout_facts import named_profile
 from nemo_rl_dsv4.generation.served_model import check_served_model
 from nemo_rl_dsv4.generation.vllm_settings import VllmSpec
 
@@ -57,4 +58,6 @@ def _writes_directly(config: MasterConfig) -> bool:
     chosen = config.policy.dsv4.refit.direct
     if chosen is not None:
         return chosen
-    return config.policy.generation.vllm_cfg.tensor_parallel_size == 1 and not config.policy.dsv4.engine_sleep
+    dsv4 = config.policy.dsv4
+    alone = config.policy.generation.vllm_cfg.tensor_parallel_size == 1 and not dsv4.engine_sleep
+    return alone and named_profile(dsv4.rollout_profile, dsv4.gpu) == "vllm-hopper"

@@ -68,3 +68,8 @@ BF16_WEIGHTS = "-bf16"
 def facts_of(profile: Named) -> RolloutFacts:
     """Facts of a profile; facts themselves are returned as they are."""
     return profile if isinstance(profile, RolloutFacts) else FACTS[profile.name]
+
+
+def named_profile(profile: str, gpu: str | None) -> str | None:
+    """`policy.dsv4.rollout_profile`, or for auto what `policy.dsv4.gpu` implies: None where a worker decides."""
+    return PROFILE_OF_GPU.get(gpu or "") if profile == "auto" else profile

@@ -4,9 +4,10 @@ An engine's loaders turn checkpoint tensors into kernel tensors. For FP8 weights
 no value, tensor by tensor, paid with a walk by name through all layers and with new kernel tensors for each. Whether it
 is so is not assumed but observed. After each of two refits through the loaders
 
-- every tensor that was sent lies where the layout says: plain ones byte for byte, quantized ones with the same codes
-  times scales (vLLM quantizes blocks anew, which doubles codes and halves the scale of a block whose largest code is
-  224 or less; a product of either is the other's, to the bit);
+- every tensor that was sent lies where the layout says: plain ones byte for byte, quantized ones in the dtypes that
+  were sent and with the same codes times scales (vLLM quantizes blocks anew, which doubles codes and halves the scale
+  of a block whose largest code is 224 or less; a product of either is the other's, to the bit). A tensor that does not
+  may lie there in another form, or be wrong: whoever observes is told to compare it;
 - whatever of a parameter was not sent (a tile's padding) holds what it held the time before;
 - while the loaders ran, no tensor beside the parameters changed but those that `refresh_derived` computes.
 
@@ -32,8 +33,19 @@ from nemo_rl_dsv4.refit.vllm_layout import Memory, dequantize_blocks
 _KV_CACHE = re.compile(r"(^|\.)kv_cache(\[[^.]*)?$")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
+_SCALES = (torch.float32, torch.float8_e8m0fnu)
+"""Dtypes of scales into which a copy writes their values."""
+
 OBSERVED = 2
 """Refits through the loaders before the first direct one."""
+
+
+class _OtherForm(UserError):
+    """A tensor that is not found in the engine as it was sent."""
+
+    def __init__(self, name: str, form: str) -> None:
+        super().__init__(f"{name} lies in the engine {form}")
+        self.name = name
 
 
 class DirectEngine(Protocol):
@@ -98,32 +110,41 @@ class DirectWrites:
             self._before, self._sent = self._sent, {}
             self._others = _checksums(self._beside())
 
-    def after_load(self, staged: StagedWeights) -> None:
-        """Compare what was sent with what the kernels now read, and what lies beside the parameters with before."""
+    def after_load(self, staged: StagedWeights) -> list[str]:
+        """Compare what was sent with what the kernels now read, and what lies beside the parameters with before.
+
+        Returns:
+            Names of tensors that do not lie there as they were sent, to be compared by value.
+        """
         if self.reason is not None:
-            return
+            return []
         others = _checksums(self._beside())
         changed = sorted(
             name for name in others.keys() | self._others.keys() if others.get(name) != self._others.get(name)
         )
         if changed:
-            return self.stop(f"{changed[0]} ({len(changed)} in all) changes with the weights and is no parameter")
+            self.stop(f"{changed[0]} ({len(changed)} in all) changes with the weights and is no parameter")
+            return []
         try:
             self._places = dict(self._find(staged))
             unsent = self._remaining()
         except UserError as error:
-            return self.stop(str(error))
+            self.stop(str(error))
+            return [error.name] if isinstance(error, _OtherForm) else []
         except Exception as error:  # the refit itself was good
-            return self.stop(f"where weights lie could not be found ({type(error).__name__}: {error})")
+            self.stop(f"where weights lie could not be found ({type(error).__name__}: {error})")
+            return []
         moved = sorted(name for name in unsent if self._observed and unsent[name] != self._unsent.get(name))
         if moved:
-            return self.stop(f"{moved[0]} changes where nothing was sent")
+            self.stop(f"{moved[0]} changes where nothing was sent")
+            return []
         if self._before:
             self._seen |= _changed(self._before, staged.checksums)
         self._sent = dict(staged.checksums)
         self._unsent, self._observed = unsent, self._observed + 1
         if self._observed == OBSERVED:
             self._notes.append(f"{len(self._places)} weights go straight into the engine's memory from now on")
+        return []
 
     @torch.inference_mode()
     def write(self, staged: StagedWeights) -> set[str]:
@@ -159,6 +180,8 @@ class DirectWrites:
             _, scale = staged.pair(name)
             if (scale is None) != (place.scale is None):
                 raise UserError(f"{name} is quantized on one side only")
+            if place.scale is not None and (place.weight.dtype != data.dtype or place.scale.dtype not in _SCALES):
+                raise _OtherForm(name, f"as {place.weight.dtype} with scales in {place.scale.dtype}")
             sent = data[place.part]
             if scale is None or place.scale is None:
                 same = _equal(sent, place.weight)
@@ -167,7 +190,7 @@ class DirectWrites:
                 wanted = dequantize_blocks(sent.to(here), _numbers(scale)[place.scale_part].to(here))
                 same = torch.equal(wanted, dequantize_blocks(place.weight, place.scale))
             if not same:
-                raise UserError(f"{name} lies in the engine in another form than it was sent in")
+                raise _OtherForm(name, "in another form than it was sent in")
             yield name, place
 
     def _remaining(self) -> dict[str, int]:

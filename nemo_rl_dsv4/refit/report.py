@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 Checks = Literal["sampled", "all"]
 SAMPLE = 48
 """Weights compared after a refit with checks "sampled"."""
+LOST = ("attn_sink", "tid2eid", "gate.bias")
+"""Ends of names that are always compared as well: small tensors which engines have lost without a word."""
 
 Stream = Iterable[tuple[str, torch.Tensor]]
 """Official names with tensors; a quantized weight is followed at once by its scale."""
@@ -86,11 +88,12 @@ def refit_metrics(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def checked_names(names: list[str], checks: Checks, seed: int) -> list[str]:
-    """The weights that are compared after a refit: all of them, or 48 that `seed` draws."""
-    if checks == "all" or len(names) <= SAMPLE:
+    """The weights that are compared after a refit: all of them, or 48 that `seed` draws and those of `LOST`."""
+    others = [name for name in names if not name.endswith(LOST)]
+    if checks == "all" or len(others) <= SAMPLE:
         return names
-    drawn = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed % 2**63))
-    return [names[i] for i in drawn[:SAMPLE].tolist()]
+    drawn = torch.randperm(len(others), generator=torch.Generator().manual_seed(seed % 2**63))
+    return [*(others[i] for i in drawn[:SAMPLE].tolist()), *(name for name in names if name.endswith(LOST))]
 
 
 def require_valid(report: RefitReport, *, on_finding: Literal["stop", "warn"] = "stop") -> None:

@@ -41,6 +41,9 @@ def test_direct_writes_are_asked_for_and_not_of_engines_that_sleep(tiny, tmp_pat
         ([], True),
         (["policy.dsv4.engine_sleep=true"], False),
         (["policy.generation.vllm_cfg.tensor_parallel_size=2", "cluster.gpus_per_node=2"], False),
+        (["policy.dsv4.gpu=null", "policy.dsv4.rollout_profile=vllm-hopper"], True),
+        (["policy.dsv4.gpu=b200"], False),
+        (["policy.dsv4.gpu=mi300x"], False),
     ],
 )
 def test_without_a_choice_direct_writes_are_made_where_they_were_run(tiny, tmp_path, overrides, wanted) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine import FakeEngine
+from fake_engine import Block, Experts, FakeEngine, Kernel
 from test_live import expected, same, stage, started, versions  # noqa: F401  (fixtures)
 
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.refit import report
 from nemo_rl_dsv4.refit.direct import DirectWrites
 from nemo_rl_dsv4.refit.live import LiveRefit
 
@@ -88,6 +89,94 @@ def test_other_kernel_layouts_stay_with_the_loaders(
     fresh = FakeEngine(expected, layout)
     fresh.start(versions[4 % 3])
     assert same(engine.kernel_values(), fresh.kernel_values())
+
+
+def as_fnuz(module: Any, leaf: str) -> None:
+    """gfx942: the same bytes read as e4m3fnuz, under twice the scale."""
+    raw = getattr(module, leaf).data.view(torch.uint8).clone()
+    raw[raw == 0x80] = 0
+    setattr(module, leaf, torch.nn.Parameter(raw.view(torch.float8_e4m3fnuz), requires_grad=False))
+    scale = getattr(module, f"{leaf}_scale_inv").data * 2
+    setattr(module, f"{leaf}_scale_inv", torch.nn.Parameter(scale, requires_grad=False))
+
+
+def with_scales_in_bytes(module: Any, leaf: str) -> None:
+    """Exponents as uint8, into which a copy would write numbers."""
+    exponents = (getattr(module, f"{leaf}_scale_inv").data.view(torch.int32) >> 23).to(torch.uint8)
+    setattr(module, f"{leaf}_scale_inv", torch.nn.Parameter(exponents, requires_grad=False))
+
+
+@pytest.mark.parametrize(
+    ("convert", "form"),
+    [(as_fnuz, "as torch.float8_e4m3fnuz with scales in"), (with_scales_in_bytes, "with scales in torch.uint8")],
+)
+@pytest.mark.parametrize("checks", ["all", "sampled"])
+def test_equal_values_in_other_dtypes_stay_with_the_loaders(
+    expected: Any,  # noqa: F811
+    versions: Any,  # noqa: F811
+    convert: Any,
+    form: str,
+    checks: Any,
+) -> None:
+    """Cases C006 and C055: codes times scales are equal, but a copy into another dtype writes other values."""
+    engine = FakeEngine(expected, "float")
+    process_all = engine.process_all
+
+    def process() -> None:
+        process_all()
+        for module in engine.model.modules():
+            if isinstance(module, Experts):
+                leaves = ("w13_weight", "w2_weight")
+            else:
+                leaves = ("weight",) if isinstance(module, Block) and hasattr(module, "weight_scale_inv") else ()
+            for leaf in leaves:
+                convert(module, leaf)
+
+    engine.process_all = process  # type: ignore[method-assign]
+    engine.start(versions[0])
+    for module in engine.model.modules():
+        if isinstance(module, Experts):
+            module.kernel = Kernel(module.w13_weight_scale_inv, module.w2_weight_scale_inv)  # type: ignore[arg-type]
+    live = LiveRefit(engine, checks=checks, direct=True)
+    for number in (1, 2, 3, 4):
+        assert live.apply(stage(expected, versions[number % 3], number)).findings == ()
+    assert live.direct is not None and live.direct.reason is not None and form in live.direct.reason
+    assert engine.loads == 4
+
+
+def test_a_wrong_weight_that_the_observation_meets_is_a_finding(
+    expected: Any,  # noqa: F811
+    versions: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sampled checks may miss it; the observation, which compares all, takes it for another form at first."""
+    monkeypatch.setattr(report, "SAMPLE", 0)
+    engine = started(expected, versions, "float")
+    refresh = engine.refresh_derived
+
+    def losing() -> None:
+        refresh()
+        dict(engine.model.named_parameters())["model.layers.2.ffn_norm.weight"].data.zero_()
+
+    engine.refresh_derived = losing  # type: ignore[method-assign]
+    live = LiveRefit(engine, direct=True)
+    (finding,) = live.apply(stage(expected, versions[1], 1)).findings
+    assert finding.startswith("layers.2.ffn_norm.weight: the engine computes with other values") and not live.valid
+
+
+def test_a_parameter_replaced_between_refits_goes_through_the_loaders(expected: Any, versions: Any) -> None:  # noqa: F811
+    """Known places are in the storage of the start, over which the replaced parameter would be copied afterwards."""
+    for version in range(100, 106):
+        engine = started(expected, versions, "float")
+        live = refitted(engine, expected, versions, 2)
+        live.checks = "sampled"
+        norm = engine.model.get_submodule("model.norm")
+        norm.weight = torch.nn.Parameter(norm.weight.data.clone(), requires_grad=False)  # type: ignore[union-attr]
+        norm.weight.weight_loader = lambda p, value: p.data.copy_(value)  # type: ignore[union-attr]
+        assert live.apply(stage(expected, versions[0], version)).findings == ()
+        fresh = FakeEngine(expected, "float")
+        fresh.start(versions[0])
+        assert same(engine.kernel_values(), fresh.kernel_values()) and engine.loads == 3
 
 
 def derives(engine: FakeEngine, attribute: str) -> None:

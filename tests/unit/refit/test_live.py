@@ -278,6 +278,20 @@ def test_minus_zero_is_zero_and_nan_is_no_weight(expected: Any, versions: Any) -
     assert re.fullmatch(rf"{plain}: the engine computes with other values, largest difference nan", finding)
 
 
+def test_infinite_weights_are_found_although_both_sides_have_them(expected: Any, versions: Any) -> None:
+    """A scale that is a power of two and times the largest code beyond float32."""
+    engine = started(expected, versions, "float")
+    live = LiveRefit(engine, checks="all")
+    large = [(n, torch.full_like(t, 2.0**125) if n == "layers.1.attn.wq_b.scale" else t) for n, t in versions[1]]
+    (finding,) = live.apply(stage(expected, large, 1)).findings
+    assert finding.startswith("layers.1.attn.wq_b.weight or ") and finding.endswith("largest difference inf")
+
+
+def test_flags_are_read_from_every_device() -> None:
+    on = [torch.tensor(value) for value in (True, False, True)]
+    assert live_module._read(on) == [True, False, True] and live_module._read([]) == []
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_that_are_alike_are_compared_together(
     expected: Any, versions: Any, layout: LayoutName, monkeypatch: pytest.MonkeyPatch

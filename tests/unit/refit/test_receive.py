@@ -83,6 +83,15 @@ def test_sampled_checks_draw_other_weights_each_time() -> None:
     assert checked_names(names, "all", 1) == names
 
 
+def test_what_engines_have_lost_is_compared_each_time() -> None:
+    """Cases C046 and C052: sinks, hash tables and the router's bias. Among 34,000 names 48 drawn ones find nothing."""
+    lost = [f"layers.{i}.{end}" for i in range(3) for end in ("attn.attn_sink", "ffn.gate.tid2eid", "ffn.gate.bias")]
+    names = [*lost, *(f"layers.0.ffn.experts.{i}.w1.weight" for i in range(400))]
+    for version in range(5):
+        checked = checked_names(names, "sampled", version)
+        assert set(lost) < set(checked) and len(set(checked)) == len(checked) == 48 + len(lost)
+
+
 def test_engine_computes_what_a_trainer_with_rounded_weights_computes(
     engine: torch.nn.Module, training_state: State, random_official: State, tiny_config: dict[str, Any]
 ) -> None:
