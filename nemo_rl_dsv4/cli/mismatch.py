@@ -54,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rollout", metavar="FILE", type=Path, help="score this rollout instead of sampling")
     parser.add_argument("--save-rollout", metavar="FILE", type=Path, help="keep what was sampled")
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=Path("results/mismatch"), help="folder of the report"
+        "--out",
+        metavar="DIR",
+        type=Path,
+        default=Path("results/mismatch"),
+        help="folder of the report (results/mismatch)",
     )
     parser.add_argument("--limit", metavar="K3", type=float, default=1e-3, help="k3 that counts as agreed (0.001)")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="Hydra overrides of the recipe")
@@ -356,7 +360,7 @@ def _too_far(study: Any, limit: float) -> bool:
 
 
 def _print(study: Any, files: dict[str, Path]) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     from nemo_rl_dsv4.mismatch.study import conclusions, rows
@@ -364,7 +368,8 @@ def _print(study: Any, files: dict[str, Path]) -> None:
 
     console = make_console()
     table = rows(study)
-    shown = Table(*table[0], title="rollout against trainer")
+    columns = [Column(name, overflow="fold") for name in table[0]]
+    shown = Table(*columns, title="rollout against trainer")
     for row in table:
         shown.add_row(*row.values())
     console.print(shown)

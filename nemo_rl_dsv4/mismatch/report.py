@@ -28,10 +28,10 @@ TITLE = "Rollout against trainer"
 
 
 def write_study(study: Study, folder: Path) -> dict[str, Path]:
-    """Write the three files into `folder` (made if needed).
+    """Write the three files into `folder` (made if needed). Those of an earlier study there go to `earlier-N` in it.
 
     Returns:
-        what was written: short description -> path.
+        what was written: short description -> path; `earlier` where another study was there.
 
     Raises:
         UserError: the folder cannot be written.
@@ -41,12 +41,28 @@ def write_study(study: Study, folder: Path) -> dict[str, Path]:
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        earlier = _set_aside(folder, list(files.values()))
         write_whole(files["data"], json.dumps(study.to_dict(), indent=1) + "\n")
         draw_study(study, files["plot"])
         write_whole(files["report"], render_study(study, files["plot"].read_bytes()))
     except OSError as error:
         raise UserError(f"{folder}: cannot write the study there ({error.strerror})") from error
-    return files
+    return files if earlier is None else {**files, "earlier": earlier}
+
+
+def _set_aside(folder: Path, files: list[Path]) -> Path | None:
+    """Move the files of an earlier study into a folder of their own; None where there is none."""
+    there = [path for path in files if path.exists()]
+    if not there:
+        return None
+    number = 1
+    while (folder / f"earlier-{number}").exists():
+        number += 1
+    target = folder / f"earlier-{number}"
+    target.mkdir()
+    for path in there:
+        path.rename(target / path.name)
+    return target
 
 
 def draw_study(study: Study, path: Path) -> None:

@@ -162,7 +162,8 @@ def _what_to_fix(study: Study, everything: Variant) -> list[str]:
     Without `ROUTING_WEIGHT` where experts are rounded: nobody can leave out or fix that one alone.
     """
     left_out = [v for v in study.variants if v.kind == "left out"]
-    if any(v.name == "experts" for v in left_out):
+    together = any(v.name == "experts" for v in left_out) and any(v.name == ROUTING_WEIGHT for v in left_out)
+    if together:
         left_out = [v for v in left_out if v.name != ROUTING_WEIGHT]
     if not left_out:
         return []
@@ -187,6 +188,8 @@ def _what_to_fix(study: Study, everything: Variant) -> list[str]:
     silent = [v.name for v in ranked if v not in telling and v not in harmful]
     if silent:
         said.append(f"Within noise on this rollout: {', '.join(silent)}.")
+    if together:
+        said.append(f"{ROUTING_WEIGHT} has no rank: experts that are rounded need it, so both are left out in its row.")
     return said
 
 

@@ -46,6 +46,15 @@ def test_files_of_a_study(tmp_path: Path) -> None:
     ]
 
 
+def test_an_earlier_study_is_kept(tmp_path: Path) -> None:
+    first = {name: path.read_bytes() for name, path in write_study(STUDY, tmp_path).items()}
+    again = [write_study(STUDY, tmp_path)["earlier"] for _ in range(2)]
+    assert again == [tmp_path / "earlier-1", tmp_path / "earlier-2"]
+    assert {path.name: path.read_bytes() for path in again[0].iterdir()} == {
+        f"mismatch.{ending}": first[name] for name, ending in (("data", "json"), ("plot", "png"), ("report", "html"))
+    }
+
+
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write the study"):
