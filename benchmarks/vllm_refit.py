@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -400,14 +402,38 @@ def fresh(folder: Path, tensor_parallel: int) -> None:
     torch.save(first, folder / "fresh.pt")
 
 
+def read_measured(path: Path, command: str, *versions: str) -> dict[str, Any]:
+    """What `refit` (of each version) or `fresh` measured: `prompt`, `sampled` and `tokens`.
+
+    Raises:
+        UserError: another file.
+    """
+    again = f"run `python benchmarks/vllm_refit.py {command}` again"
+    try:
+        found = torch.load(path)
+    except (pickle.UnpicklingError, RuntimeError, KeyError, EOFError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}); {again}") from error
+    parts = [found.get(version) for version in versions] if versions and isinstance(found, dict) else [found]
+    for part in parts:
+        held = part if isinstance(part, dict) else {}
+        lacks = [key for key in ("prompt", "sampled", "tokens") if not isinstance(held.get(key), torch.Tensor)]
+        if lacks:
+            raise UserError(f"{path} holds no tensor {lacks[0]!r} where one was measured; {again}")
+    return found
+
+
 def compare(folder: Path, transports: list[str]) -> int:
     """Print the differences; 0 only if there are none between the second refit and the fresh engine."""
-    wanted = torch.load(folder / "fresh.pt")
+    wanted = read_measured(folder / "fresh.pt", f"fresh {folder}")
     worst = 0.0
     for name in [f"refit-{transport}.pt" for transport in transports] or ["refit.pt"]:
-        refitted = torch.load(folder / name)
+        refitted = read_measured(folder / name, f"refit {folder}", "v0", "v2")
         for key in ("prompt", "sampled"):
+            if refitted["v2"][key].shape != wanted[key].shape:
+                shapes = f"{list(refitted['v2'][key].shape)}; fresh.pt has {list(wanted[key].shape)}"
+                raise UserError(f"{folder / name}: {key} is {shapes}; run `refit` and `fresh` with one revision")
             difference = (refitted["v2"][key] - wanted[key]).abs().max().item()
+            difference = difference if math.isfinite(difference) else math.inf
             moved = (refitted["v2"][key] - refitted["v0"][key]).abs().max().item()
             print(f"{name}: {key}: {wanted[key].numel()} logprobs, max difference to fresh {difference:g}, ", end="")
             print(f"to v0 {moved:.3f}")

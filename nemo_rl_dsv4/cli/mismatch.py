@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -36,14 +37,14 @@ EXAMPLE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument("--config", metavar="RECIPE", required=True, help="YAML file of the recipe")
-    parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="weights; left out: the recipe's model")
-    parser.add_argument("--prompts", metavar="N", type=int, default=24, help="validation prompts (24)")
+    parser.add_argument("--checkpoint", metavar="DIR", type=_path, help="weights; left out: the recipe's model")
+    parser.add_argument("--prompts", metavar="N", type=int, help="validation prompts (24)")
     parser.add_argument(
         "--random-prompts",
         metavar="MIN-MAX",
         help="prompts of that many random tokens instead of the recipe's, and no stop token: for random weights",
     )
-    parser.add_argument("--responses", metavar="N", type=int, default=2, help="responses to each prompt (2)")
+    parser.add_argument("--responses", metavar="N", type=int, help="responses to each prompt (2)")
     parser.add_argument(
         "--noise",
         metavar="X",
@@ -51,17 +52,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1e-3,
         help="move weights by X of their spread, as training would (0.001); an FP8 checkpoint is its own rounding",
     )
-    parser.add_argument("--rollout", metavar="FILE", type=Path, help="score this rollout instead of sampling")
-    parser.add_argument("--save-rollout", metavar="FILE", type=Path, help="keep what was sampled")
+    parser.add_argument("--rollout", metavar="FILE", type=_path, help="score this rollout instead of sampling")
+    parser.add_argument("--save-rollout", metavar="FILE", type=_path, help="keep what was sampled")
     parser.add_argument(
         "--out",
         metavar="DIR",
-        type=Path,
+        type=_path,
         default=Path("results/mismatch"),
         help="folder of the report (results/mismatch)",
     )
     parser.add_argument("--limit", metavar="K3", type=float, default=1e-3, help="k3 that counts as agreed (0.001)")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="Hydra overrides of the recipe")
+
+
+def _path(text: str) -> Path:
+    """A path that was written out: an empty word would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; wanted a path")
+    return Path(text)
+
+
+PROMPTS, RESPONSES = 24, 2
 
 
 def run(options: argparse.Namespace) -> int:
@@ -86,9 +97,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("prompts", "responses"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} is {getattr(options, name)}; wanted 1 or more")
+    for name, default in (("prompts", PROMPTS), ("responses", RESPONSES)):
+        value = getattr(options, name)
+        if value is not None and options.rollout is not None:
+            raise UserError(f"--{name} is {value}, but --rollout {options.rollout} has its own; leave it out")
+        if value is not None and value < 1:
+            raise UserError(f"--{name} is {value}; wanted 1 or more")
+        setattr(options, name, default if value is None else value)
+    if options.random_prompts is not None and options.rollout is not None:
+        raise UserError(
+            f"--random-prompts is {options.random_prompts}, but --rollout {options.rollout} has its own prompts; leave "
+            "it out"
+        )
     if options.random_prompts is not None:
         _lengths(options.random_prompts)
     if not (options.limit >= 0 and math.isfinite(options.limit)):
@@ -98,24 +118,31 @@ def _check(options: argparse.Namespace) -> None:
     if options.rollout is not None and options.save_rollout is not None:
         raise UserError("--rollout reads a rollout and --save-rollout writes one; give one of them")
     if options.rollout is not None and not options.rollout.is_file():
-        raise UserError(f"--rollout {options.rollout}: no such file; name one that --save-rollout wrote")
+        what = "no regular file" if options.rollout.exists() else "no such file"
+        raise UserError(f"--rollout {options.rollout}: {what}; name one that --save-rollout wrote")
     _check_writable("--out", options.out)
     if options.save_rollout is not None:
         if options.save_rollout.is_dir():
             raise UserError(f"--save-rollout {options.save_rollout} is a folder; name a file in it")
-        _check_writable("--save-rollout", options.save_rollout.parent)
+        _check_writable("--save-rollout", options.save_rollout.parent, options.save_rollout)
 
 
-def _check_writable(option: str, folder: Path) -> None:
-    """What is computed for minutes is not refused at its end: the folder, or the nearest above it, takes files."""
+def _check_writable(option: str, folder: Path, value: Path | None = None) -> None:
+    """What is computed for minutes is not refused at its end: the folder, or the nearest above it, takes files.
+
+    Args:
+        option, folder: to be written.
+        value: what was given, where that is not the folder.
+    """
+    value = value or folder
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise UserError(f"{option} {folder}: {there} is no folder; name another place")
+        raise UserError(f"{option} {value}: {there} is no folder; name another place")
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise UserError(f"{option} {folder}: {there} takes no files ({error.strerror}); name another place") from error
+        raise UserError(f"{option} {value}: {there} takes no files ({error.strerror}); name another place") from error
 
 
 def _lengths(text: str) -> tuple[int, int]:
@@ -145,6 +172,7 @@ def _study(options: argparse.Namespace, config: MasterConfig, console: Any) -> A
     overrides = dict(config.policy.hf_config_overrides)
     with progress(console, f"reading {folder}"):
         state = read_release_checkpoint(folder, config_overrides=overrides)
+        weights = _digest(state)
         state = add_noise({name: tensor.to(device) for name, tensor in state.items()}, options.noise, config.grpo.seed)
     backend = config.policy.dtensor_cfg.automodel_kwargs.backend
     model = Model(
@@ -159,9 +187,11 @@ def _study(options: argparse.Namespace, config: MasterConfig, console: Any) -> A
         device=device,
     )
     prompts = _prompts(options, config, tokenizer, model, make_prompts(config, tokenizer, train_set, val_set)[1])
-    sampled = _sampled_before(options, model, folder)
+    facts = _facts(options, config, model, weights)
+    sampled = _sampled_before(options, model, facts)
     with _engine(config, model, tokenizer, folder, console, needed=sampled is None) as engine:
-        rollout = sampled or _roll_out(options, config, model, engine, tokenizer, prompts, console, folder)
+        said = {**facts, "checkpoint": folder.resolve().name}
+        rollout = sampled or _roll_out(options, config, model, engine, tokenizer, prompts, console, said)
         trainers = trainers_of(
             get_profile(model.profile),
             model.precision,
@@ -226,27 +256,60 @@ def _on_this_machine(config: MasterConfig) -> tuple[MasterConfig, str]:
     return config, device
 
 
-def _facts(options: argparse.Namespace, model: Any, folder: Path) -> dict[str, Any]:
+def _digest(state: Mapping[str, Any]) -> str:
+    """16 hex digits over names, dtypes, shapes and bytes of a checkpoint's tensors."""
+    from nemo_rl_dsv4.refit.checksum import item_checksum
+    from nemo_rl_dsv4.refit.report import combine_checksums
+
+    total = 0
+    for name, tensor in state.items():
+        total = combine_checksums(total, item_checksum(name, tensor))
+    return f"{total:016x}"
+
+
+FIX = {
+    "profile": "set policy.dsv4.rollout_profile to that",
+    "precision": "set policy.precision to that",
+    "noise": "give --noise that value",
+    "seed": "set grpo.seed, which draws the noise, to that",
+    "temperature": "set policy.generation.temperature to that",
+    "model": "leave out what changes config.json (policy.hf_config_overrides), or name the checkpoint of the rollout",
+    "weights": "name the checkpoint of the rollout with --checkpoint",
+}
+"""Fact of a rollout -> what to do where a command differs."""
+
+
+def _facts(options: argparse.Namespace, config: MasterConfig, model: Any, weights: str) -> dict[str, Any]:
     """What a rollout must have been sampled with."""
+    written = json.dumps(dict(model.hf_config), sort_keys=True, default=str)
     return {
         "profile": model.profile,
         "precision": model.precision,
         "noise": options.noise,
-        "checkpoint": folder.name,
+        "seed": config.grpo.seed,
+        "temperature": config.policy.generation.temperature,
+        "model": hashlib.sha256(written.encode()).hexdigest()[:16],
+        "weights": weights,
     }
 
 
-def _sampled_before(options: argparse.Namespace, model: Any, folder: Path) -> Any:
+def _sampled_before(options: argparse.Namespace, model: Any, facts: Mapping[str, Any]) -> Any:
     """The rollout of `--rollout`, if it was sampled with these weights and settings."""
     from nemo_rl_dsv4.mismatch.rollout_file import load_rollout
 
     if options.rollout is None:
         return None
     rollout = load_rollout(options.rollout)
-    for name, wanted in _facts(options, model, folder).items():
-        if rollout.engine.get(name) != wanted:
+    for name, wanted in facts.items():
+        if name not in rollout.engine:
             raise UserError(
-                f"{options.rollout}: sampled with {name} {rollout.engine.get(name)!r}; this command says {wanted!r}"
+                f"{options.rollout}: does not say with what {name} it was sampled (an earlier revision wrote it); "
+                "sample again"
+            )
+        if rollout.engine[name] != wanted:
+            raise UserError(
+                f"{options.rollout}: sampled with {name} {rollout.engine[name]!r}; this command says {wanted!r}; "
+                f"{FIX[name]}, or sample again"
             )
     _check_vocabulary(str(options.rollout), int(rollout.tensors["input_ids"].max()), model.hf_config)
     return rollout
@@ -296,7 +359,7 @@ def _roll_out(
     tokenizer: Any,
     prompts: Any,
     console: Any,
-    folder: Path,
+    facts: Mapping[str, Any],
 ) -> Any:
     from nemo_rl_dsv4.mismatch.rollout_file import Rollout
     from nemo_rl_dsv4.mismatch.run import roll_out
@@ -317,7 +380,7 @@ def _roll_out(
             seed=config.grpo.seed,
             advance=advance,
         )
-    rollout = Rollout(rollout.tensors, {**rollout.engine, **_facts(options, model, folder)})
+    rollout = Rollout(rollout.tensors, {**rollout.engine, **facts})
     if options.save_rollout is not None:
         rollout.save(options.save_rollout)
     return rollout
@@ -347,13 +410,15 @@ def _checkpoint_of(config: MasterConfig, tokenizer: Any) -> Path:
 
 def _too_far(study: Any, limit: float) -> bool:
     """Whether the aligned trainer is shown to be farther away than allowed, or its distance is no number at all."""
-    from nemo_rl_dsv4.mismatch.study import EVERYTHING
+    from nemo_rl_dsv4.mismatch.study import EVERYTHING, NO_ENGINE
 
     everything = study.variant(EVERYTHING, "reference point")
     if everything is None:
         return False
     floor = 0.0 if study.floor is None else study.floor.k3.high
     distance = everything.mismatch.k3
+    if study.floor is not None and study.floor.k3.mean > NO_ENGINE:
+        return True
     if not all(math.isfinite(value) for value in (distance.mean, distance.low, distance.high, floor)):
         return True
     return distance.low > max(limit, floor)

@@ -33,6 +33,9 @@ class Variant:
 NOTHING, EVERYTHING, FP8_PRODUCTS = "nothing aligned", "everything aligned", "everything aligned, FP8 products"
 NO_FLOOR = 1e-9
 """k3 below which an engine's two ways of computing count as one: float32 sums in other orders."""
+NO_ENGINE = 10.0
+"""k3 between decoding and prefill above which they are not those of one engine and one set of weights; random weights,
+which amplify every difference, reach 0.4."""
 ROUTING_WEIGHT = "routing_weight_after_down"
 """Rounding of the experts' hidden state needs it, so it is left out together with that only."""
 REPLAY, REPLAY_FP8 = "router replay", "router replay, FP8 products"
@@ -128,6 +131,11 @@ def _against_floor(everything: Variant, floor: Mismatch | None) -> list[str]:
     if limit.mean < NO_FLOOR:
         equals = "equals" if limit.mean == 0.0 else f"({limit}) all but equals"
         return [f"The engine's decoding {equals} its own prefill, so all of the rest is between trainer and engine."]
+    if limit.mean > NO_ENGINE:
+        return [
+            f"The engine's decoding is {limit} from its own prefill: no engine is that far from itself, so the "
+            "rollout's log-probabilities are damaged, or of other weights; sample again."
+        ]
     share = rest.mean / limit.mean
     closer = "closer to the engine than the engine's two ways of computing are to each other" if share < 0.95 else ""
     return [

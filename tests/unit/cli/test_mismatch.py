@@ -1,6 +1,5 @@
 """The mismatch command's verdict: what counts as agreed, and which limits make sense."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +45,18 @@ def test_limit_and_floor_decide() -> None:
     assert not _too_far(study(far, mismatch(2e-3, 1e-3, 2e-3)), 1e-3)
 
 
+def test_a_floor_that_no_engine_has_is_a_finding() -> None:
+    """Log-probabilities that were damaged on the way are as far from the engine's prefill as from the trainer."""
+    assert _too_far(study(mismatch(5e34, 5e34, 5e34), mismatch(5e34, 5e34, 5e34)), 1e-3)
+    assert not _too_far(study(mismatch(0.3, 0.2, 0.4), mismatch(0.39, 0.37, 0.42)), 1e-3)
+
+
+@pytest.mark.parametrize("option", ["--checkpoint", "--out", "--rollout", "--save-rollout"])
+def test_an_empty_path_is_not_the_working_directory(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mismatch", "--config", "recipe.yaml", option, ""]) == 2
+    assert f"argument {option}: is empty; wanted a path" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -53,7 +64,12 @@ def test_limit_and_floor_decide() -> None:
         (["--rollout", "nowhere"], "--rollout nowhere: no such file"),
         (["--out", f"{__file__}/x"], "is no folder; name another place"),
         (["--out", "/proc/x"], "/proc takes no files"),
-        (["--save-rollout", "/proc/x/rollout"], "/proc takes no files"),
+        (["--save-rollout", "/proc/x/rollout"], "--save-rollout /proc/x/rollout: /proc takes no files"),
+        (["--save-rollout", "/proc/r"], "--save-rollout /proc/r: /proc takes no files"),
+        (["--rollout", "/tmp"], "--rollout /tmp: no regular file"),
+        (["--rollout", __file__, "--prompts", "3"], "--prompts is 3, but --rollout"),
+        (["--rollout", __file__, "--responses", "2"], "--responses is 2, but --rollout"),
+        (["--rollout", __file__, "--random-prompts", "1-5"], "--random-prompts is 1-5, but --rollout"),
         (["--save-rollout", "/tmp"], "is a folder; name a file in it"),
     ],
 )
@@ -72,13 +88,17 @@ def test_a_rollout_of_another_vocabulary_is_refused(tmp_path) -> None:
         "logprobs": torch.full((1, 3), -1.0),
         "prompt": torch.tensor([0]),
     }
-    facts = {"profile": "vllm-hopper", "precision": "float32", "noise": 0.0, "checkpoint": "model"}
+    facts = {"profile": "vllm-hopper", "precision": "float32", "noise": 0.0}
     Rollout(tensors, facts).save(tmp_path / "rollout")
     options = SimpleNamespace(rollout=tmp_path / "rollout", noise=0.0)
     model = SimpleNamespace(profile="vllm-hopper", precision="float32", hf_config={"vocab_size": 700})
     with pytest.raises(UserError, match="rollout has token id 700, but the checkpoint's vocab_size is 700"):
-        _sampled_before(options, model, Path("model"))  # pyright: ignore[reportArgumentType]
+        _sampled_before(options, model, facts)  # pyright: ignore[reportArgumentType]
     model.hf_config["vocab_size"] = 701
-    assert _sampled_before(options, model, Path("model")) is not None  # pyright: ignore[reportArgumentType]
+    assert _sampled_before(options, model, facts) is not None  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match=r"sampled with noise 0.0; this command says 0.5; give --noise that value, or"):
+        _sampled_before(options, model, {**facts, "noise": 0.5})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match=r"does not say with what seed it was sampled .*; sample again"):
+        _sampled_before(options, model, {**facts, "seed": 42})  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="data.validation has token id 9, but"):
         _check_vocabulary("data.validation", 9, {"vocab_size": 9})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -120,3 +121,39 @@ def test_ranks_with_shards_serve_the_workers_of_an_engine(
         assert [report["version"] for report in served.refit(number + 2)[1]] == [number + 2] * 2
     finally:
         ranks.end()
+
+
+def measured(value: float = -1.0, tokens: int = 5) -> dict[str, torch.Tensor]:
+    """What one engine measured."""
+    return {"prompt": torch.full((4,), value), "sampled": torch.full((3,), value), "tokens": torch.full((3,), tokens)}
+
+
+def compared(folder: Path, refitted: object, fresh: object) -> int:
+    torch.save(refitted, folder / "refit.pt")
+    torch.save(fresh, folder / "fresh.pt")
+    return importlib.import_module("vllm_refit").compare(folder, [])
+
+
+def test_compare_wants_equal_numbers(tmp_path: Path) -> None:
+    """NaN compared as no difference at all: max(0, NaN) is 0."""
+    nan = float("nan")
+    assert compared(tmp_path, {"v0": measured(-2.0), "v2": measured()}, measured()) == 0
+    assert compared(tmp_path, {"v0": measured(-2.0), "v2": measured(-1.001)}, measured()) == 1
+    assert compared(tmp_path, {"v0": measured(-2.0), "v2": measured(nan)}, measured()) == 1
+    assert compared(tmp_path, {"v0": measured(-2.0), "v2": measured()}, measured(nan)) == 1
+    assert compared(tmp_path, {"v0": measured(-2.0), "v2": measured(tokens=6)}, measured()) == 1
+
+
+def test_compare_refuses_files_of_something_else(tmp_path: Path) -> None:
+    whole = {"v0": measured(), "v2": measured()}
+    with pytest.raises(UserError, match=r"fresh.pt holds no tensor 'prompt' .*vllm_refit.py fresh .* again"):
+        compared(tmp_path, whole, [1])
+    with pytest.raises(UserError, match=r"refit.pt holds no tensor 'prompt' .*vllm_refit.py refit .* again"):
+        compared(tmp_path, {"v0": measured()}, measured())
+    with pytest.raises(UserError, match=r"refit.pt: prompt is \[9\]; fresh.pt has \[4\]"):
+        compared(tmp_path, {"v0": measured(), "v2": {**measured(), "prompt": torch.zeros(9)}}, measured())
+    for damage in (b"", b"text", (tmp_path / "fresh.pt").read_bytes()[:100]):
+        torch.save(whole, tmp_path / "refit.pt")
+        (tmp_path / "fresh.pt").write_bytes(damage)
+        with pytest.raises(UserError, match=r"fresh.pt cannot be read \(\w+\); run"):
+            importlib.import_module("vllm_refit").compare(tmp_path, [])
