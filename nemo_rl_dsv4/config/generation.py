@@ -9,6 +9,7 @@ from pydantic import Field
 from nemo_rl_dsv4.config.section import OpenMapping, Section
 
 Positive = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=1, le=65535)]
 Probability = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
@@ -54,7 +55,7 @@ class VllmCfg(Section):
     enforce_eager: bool = False
     """No CUDA graphs."""
     use_tqdm: bool = True
-    """vLLM's own progress bar."""
+    """A key of NeMo-RL's engines; without effect here, where the run has a progress bar of its own."""
     use_deep_gemm: bool = False
     """DeepGEMM's FP8 products."""
     pow2_weight_scaling_factors: bool = False
@@ -68,9 +69,9 @@ class VllmCfg(Section):
     enable_return_routed_experts: bool = False
     """Return the experts of every token, for router replay."""
     enable_vllm_metrics_logger: bool = False
-    """Collect the engine's own metrics."""
+    """A key of NeMo-RL's asynchronous engines, which log the queues of vLLM; without effect here."""
     vllm_metrics_logger_interval: Annotated[float, Field(gt=0.0)] = 0.5
-    """Seconds between two collections."""
+    """Seconds between two entries of that log; without effect here."""
     http_refit_api_key_env_var: None = None
     """Only null: weights do not travel over HTTP here."""
     reset_encoder_cache_after_weight_update: Literal[False] = False
@@ -123,10 +124,10 @@ class Generation(Section):
     """Token ids that end a response, besides the end-of-sentence token."""
     stop_strings: list[str] | None = None
     """Texts that end a response."""
-    port_range_low: Positive = 3000
-    """First port for engine servers (`nemo_rl` runtime)."""
-    port_range_high: Positive = 4999
-    """Last port for engine servers (`nemo_rl` runtime)."""
+    port_range_low: Port = 3000
+    """First port of NeMo-RL's engine servers; without effect here, where engines serve none."""
+    port_range_high: Port = 4999
+    """Last such port."""
     refit_transport: None = None
     """Only null: weights travel the way that the topology implies."""
     real_quant_export_cpu_offload: bool = True

@@ -46,9 +46,9 @@ class Backend(Section):
     gate_precision: Literal["float32", "float64"] = "float32"
     """Numbers of the router; the rollout's is float32."""
     enable_hf_state_dict_adapter: bool = True
-    """Translate parameter names on load and save."""
+    """A key of AutoModel's checkpointing; without effect here, where names are always translated."""
     enable_fsdp_optimizations: bool = False
-    """AutoModel's FSDP scheduling of expert layers."""
+    """AutoModel's FSDP scheduling of expert layers; without effect here."""
     enable_deepep: bool | None = None
     """AutoModel's older way to ask for the `deepep` dispatcher."""
     fake_balanced_gate: Literal[False] = False
@@ -61,7 +61,7 @@ class AutomodelKwargs(Section):
     backend: Backend = Backend()
     """Implementations."""
     dequantize_base_checkpoint: bool = True
-    """Read a quantized release and train on its dequantized weights."""
+    """A key of AutoModel's loading; without effect here, where a quantized release is always dequantized."""
     use_liger_kernel: Literal[False] = False
     """Only ``false``."""
     force_hf: Literal[False] = False
@@ -92,7 +92,7 @@ class DTensorCfg(Section):
     custom_parallel_plan: None = None
     """Only null."""
     defer_fsdp_grad_sync: bool = True
-    """Reduce gradients once per step instead of once per micro batch."""
+    """A key of NeMo-RL's worker; without effect here."""
     clear_cache_every_n_steps: Positive | None = None
     """Empty the allocator's cache every so many micro batches; null for never."""
     env_vars: dict[str, str] | None = None

@@ -22,7 +22,7 @@ QUANT_METHODS = ("fp8",)
 
 
 def check_values(config: MasterConfig) -> None:
-    """Seeds, numbers of processes, stop strings and the tiny model's widths are ones that can work."""
+    """Seeds, numbers of processes, stop strings, ranges of ports and the tiny model's widths are ones that can work."""
     seeds: dict[str, int | None] = {"grpo.seed": config.grpo.seed, "data.train.seed": config.data.train.seed}
     if config.data.validation is not None:
         seeds["data.validation.seed"] = config.data.validation.seed
@@ -53,6 +53,15 @@ def check_values(config: MasterConfig) -> None:
         require(
             bool(text.strip()) or "\n" in text,
             f"policy.generation.stop_strings holds {text!r}, at which every response ends at once; remove it",
+        )
+    for section, prefix in (
+        (config.policy.generation, "policy.generation.port_range_"),
+        (config.cluster, "cluster.master_port_range_"),
+    ):
+        low, high = (getattr(section, prefix.rpartition(".")[2] + end) for end in ("low", "high"))
+        require(
+            low is None or high is None or low <= high,
+            f"{prefix}low is {low}, above {prefix}high = {high}; exchange them",
         )
     if config.policy.model_name == "tiny" and tiny is not None:
         for name in ("hidden_size", "moe_intermediate_size"):

@@ -9,6 +9,7 @@ from pydantic import Field
 from nemo_rl_dsv4.config.section import OpenMapping, Section
 
 Positive = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=1, le=65535)]
 NonNegative = Annotated[int, Field(ge=0)]
 
 
@@ -199,9 +200,9 @@ class Cluster(Section):
     """GPUs of a node; 0 runs on CPUs with `policy.dsv4.cpu_processes` processes."""
     num_nodes: Positive = 1
     """Nodes."""
-    master_port_range_low: Positive | None = None
+    master_port_range_low: Port | None = None
     """First port for rendezvous (`nemo_rl` runtime)."""
-    master_port_range_high: Positive | None = None
+    master_port_range_high: Port | None = None
     """Last port for rendezvous (`nemo_rl` runtime)."""
     segment_size: Positive | None = None
     """Nodes of one NVLink domain; null to ignore domains."""

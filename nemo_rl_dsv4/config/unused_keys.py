@@ -16,12 +16,29 @@ UNUSED: dict[str, tuple[Any, ...]] = {
     "checkpointing.model_save_format": ("safetensors", None),
     "logger.num_val_samples_to_print": (0,),
     "logger.monitor_gpus": (False,),
+    "logger.gpu_monitoring.collection_interval": (10.0,),
+    "logger.gpu_monitoring.flush_interval": (10.0,),
+    "logger.swanlab.project": ("grpo-dsv4",),
+    "logger.swanlab.name": ("grpo-dsv4",),
+    "logger.tensorboard": ({},),
     "data.num_workers": (0, 1),
     "data.default": (None,),
     "grpo.calculate_advantages_on_gpu": (False,),
+    "grpo.malformed_thinking_advantage": (None,),
+    "grpo.adv_estimator.minus_baseline": (True,),
     "grpo.async_grpo.max_generation_failures": (0,),
     "grpo.async_grpo.recompute_kv_cache_after_weight_updates": (False,),
     "policy.generation_batch_size": (None,),
+    "policy.dtensor_cfg._v2": (True,),
+    "policy.dtensor_cfg.defer_fsdp_grad_sync": (True,),
+    "policy.dtensor_cfg.automodel_kwargs.dequantize_base_checkpoint": (True,),
+    "policy.dtensor_cfg.automodel_kwargs.backend.enable_hf_state_dict_adapter": (True,),
+    "policy.dtensor_cfg.automodel_kwargs.backend.enable_fsdp_optimizations": (False,),
+    "policy.generation.port_range_low": (3000,),
+    "policy.generation.port_range_high": (4999,),
+    "policy.generation.real_quant_export_cpu_offload": (True,),
+    "policy.generation.refit_cfg": ({},),
+    "policy.generation.mcore_generation_config": ({},),
     "cluster.master_port_range_low": (None,),
     "cluster.master_port_range_high": (None,),
     "cluster.segment_size": (None,),
@@ -30,6 +47,12 @@ UNUSED: dict[str, tuple[Any, ...]] = {
 _RESOURCES = {f"policy.generation.colocated.resources.{key}": (None,) for key in ("gpus_per_node", "num_nodes")}
 UNUSED_WHERE_SHARED: dict[str, tuple[Any, ...]] = _RESOURCES
 """The same for vLLM engines that share the policy's GPUs."""
+UNUSED_OF_VLLM: dict[str, tuple[Any, ...]] = {
+    "policy.generation.vllm_cfg.use_tqdm": (True,),
+    "policy.generation.vllm_cfg.enable_vllm_metrics_logger": (False,),
+    "policy.generation.vllm_cfg.vllm_metrics_logger_interval": (0.5,),
+}
+"""The same for all vLLM engines."""
 UNUSED_OF_REFERENCE: dict[str, tuple[Any, ...]] = {
     "policy.generation.colocated.enabled": (True,),
     **_RESOURCES,
@@ -51,12 +74,10 @@ def unused_keys(config: MasterConfig) -> list[str]:
     """
     found = []
     generation = config.policy.generation
-    shared = UNUSED_WHERE_SHARED if generation.colocated.enabled else {}
-    of_engine = shared if generation.backend == "vllm" else UNUSED_OF_REFERENCE
+    of_vllm = UNUSED_OF_VLLM | (UNUSED_WHERE_SHARED if generation.colocated.enabled else {})
+    of_engine = of_vllm if generation.backend == "vllm" else UNUSED_OF_REFERENCE
     for key, silent in (UNUSED | of_engine).items():
-        value: Any = config
-        for part in key.split("."):
-            value = getattr(value, part)
+        value = _value(config, key)
         if value not in silent:
             found.append(f"{key} ({_short(value)})")
     for name, dataset in (("train", config.data.train), ("validation", config.data.validation)):
@@ -83,6 +104,14 @@ def unknown_overrides(config: MasterConfig) -> list[str]:
                 f"policy.hf_config_overrides.{key} is no key of a DeepSeek-V4 config.json and changes nothing{hint}"
             )
     return notices
+
+
+def _value(section: Any, key: str) -> Any:
+    """The value under a dotted key as YAML has it, such as `policy.dtensor_cfg._v2`."""
+    for part in key.split("."):
+        fields = type(section).model_fields.items()
+        section = getattr(section, next(name for name, info in fields if (info.alias or name) == part))
+    return section
 
 
 def _short(value: Any) -> str:

@@ -1,9 +1,18 @@
 """Values that the schema lets through and no run can use, and keys that do nothing."""
 
+import ast
+import typing
+from pathlib import Path
+
 import pytest
 
+import nemo_rl_dsv4
 from nemo_rl_dsv4.config import load_config, validate
+from nemo_rl_dsv4.config import unused_keys as tables
+from nemo_rl_dsv4.config.key_names import section_of
+from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.config.rules_of_values import check_stored_formats
+from nemo_rl_dsv4.config.section import DisabledSection
 from nemo_rl_dsv4.config.unused_keys import unknown_overrides, unused_keys
 from nemo_rl_dsv4.errors import UserError
 
@@ -25,6 +34,10 @@ def recipe(tiny, tmp_path):
         ("env.math.num_workers=5000", r"env.math.num_workers is 5000"),
         ("policy.generation.reference_cfg.num_workers=5000", r"reference_cfg.num_workers is 5000"),
         ("policy.generation.stop_strings=['']", r"stop_strings holds '', at which every response ends at once"),
+        (
+            "policy.generation.port_range_low=5000",
+            r"port_range_low is 5000, above policy.generation.port_range_high = 4999",
+        ),
         (f"{EXPERT_WIDTH}=200", rf"{EXPERT_WIDTH} is 200; wanted a multiple of 32"),
         ("checkpointing.metric_name=val:acuracy", r"'val:acuracy', which no step reports; did you mean accuracy\?"),
         ("checkpointing.metric_name=train:rewards", r"did you mean reward\?"),
@@ -94,3 +107,55 @@ def test_a_key_that_the_reference_engine_or_the_loop_does_not_read_is_named(reci
 def test_overrides_of_the_model_that_nothing_reads_are_noticed(recipe):
     (line,) = unknown_overrides(recipe("+policy.hf_config_overrides={num_hash_layer:1,expert_dtype:fp8}"))
     assert line.startswith("policy.hf_config_overrides.num_hash_layer is no key") and "num_hash_layers?" in line
+
+
+def keys_with_a_choice(section, prefix=""):
+    """(dotted key, name) of every value of the schema that a recipe can choose; what admits one value is left out."""
+    for name, info in section.model_fields.items():
+        child, path = section_of(info.annotation), prefix + (info.alias or name)
+        if child is not None and issubclass(child, DisabledSection):
+            continue
+        if child is not None:
+            yield from keys_with_a_choice(child, f"{path}.")
+        elif info.annotation is not type(None) and not (
+            typing.get_origin(info.annotation) is typing.Literal and len(typing.get_args(info.annotation)) == 1
+        ):
+            yield path, name
+
+
+def test_every_key_is_read_somewhere_or_named_as_unused():
+    """Keys that no line of the package reads were accepted without a word (`enable_vllm_metrics_logger`)."""
+    read = set()
+    for file in Path(nemo_rl_dsv4.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                read.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                read.add(node.value)
+    named = {key for name, table in vars(tables).items() if name.startswith("UNUSED") for key in table}
+    silent = {path for path, name in keys_with_a_choice(MasterConfig) if name not in read and path not in named}
+    assert not silent
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "policy.generation.vllm_cfg.enable_vllm_metrics_logger=true",
+        "policy.generation.vllm_cfg.vllm_metrics_logger_interval=3.0",
+        "policy.generation.vllm_cfg.use_tqdm=false",
+        "+policy.generation.refit_cfg.a=1",
+        "+policy.generation.mcore_generation_config.a=1",
+        "policy.generation.real_quant_export_cpu_offload=false",
+        "policy.generation.port_range_low=4000",
+        "policy.generation.port_range_high=4500",
+        "policy.dtensor_cfg.defer_fsdp_grad_sync=false",
+        "policy.dtensor_cfg.automodel_kwargs.backend.enable_fsdp_optimizations=true",
+        "+logger.tensorboard.a=1",
+    ],
+)
+def test_a_key_that_vllm_engines_do_not_read_is_named(tiny, override):
+    mini = tiny.parent / "grpo-dsv4-mini-1n1g-automodel-qat.yaml"
+    key = override.lstrip("+").partition("=")[0].removesuffix(".a")
+    (line,) = unused_keys(load_config(mini, [override]))
+    assert f"{key} (" in line
+    assert unused_keys(load_config(mini)) == []
