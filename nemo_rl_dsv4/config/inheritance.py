@@ -39,6 +39,7 @@ def merge_layers(layers: list[tuple[Path, DictConfig]]) -> DictConfig:
         _drop_overridden(merged, layer)
         try:
             _remove_marks(layer)
+            _require_same_shape(merged, layer, path)
             merged.merge_with(layer)
         except OmegaConfBaseException as error:
             raise UserError(f"{path}: {_first_line(error)}") from error
@@ -108,6 +109,19 @@ def _drop_overridden(merged: DictConfig, layer: DictConfig) -> None:
             merged.pop(key)
         elif is_plain_mapping(below):
             _drop_overridden(below, value)
+
+
+def _require_same_shape(merged: DictConfig, layer: DictConfig, path: Path, prefix: str = "") -> None:
+    """Raises UserError where `layer` has a list and the files before it a mapping, or the other way round."""
+    for key in layer:
+        value, below = child(layer, str(key)), child(merged, str(key))
+        if is_plain_mapping(value) and is_plain_mapping(below):
+            _require_same_shape(below, value, path, f"{prefix}{key}.")
+        elif {type(value), type(below)} == {DictConfig, ListConfig} and not (value._is_none() or below._is_none()):
+            found, wanted = ("list", "mapping") if isinstance(value, ListConfig) else ("mapping", "list")
+            raise UserError(
+                f"{path}: {prefix}{key} is a {found}, wanted a {wanted} as in the files that it inherits from"
+            )
 
 
 def _remove_marks(section: DictConfig) -> None:

@@ -63,11 +63,11 @@ def is_known(root: type[BaseModel], path: str) -> bool:
     return "dict" in kind if child is None else is_known(child, rest)
 
 
-def nearest(root: type[BaseModel], path: str) -> str:
-    """The valid key path that `path` most likely means.
+def nearest(root: type[BaseModel], path: str) -> str | None:
+    """The valid key path that `path` most likely means, or None where no name is near.
 
     In this order: a very similar name in the same section, the same last name elsewhere, a similar name in the same
-    section, a similar last name elsewhere, a similar whole path, the closest key of the deepest section that exists.
+    section, this name in the section that was meant, a similar last name elsewhere, that section.
     """
     paths = _all_paths(root)
     parent, _, name = path.rpartition(".")
@@ -79,14 +79,17 @@ def nearest(root: type[BaseModel], path: str) -> str:
             return siblings[near[0]]
         if same_name:
             return max(same_name, key=lambda p: difflib.SequenceMatcher(None, p, path).ratio())
+    meant = nearest(root, parent) if parent and not is_known(root, parent) else None
+    if meant is not None and is_known(root, f"{meant}.{name}"):
+        return f"{meant}.{name}"
     near = difflib.get_close_matches(name, {p.rpartition(".")[2] for p in paths}, n=1, cutoff=0.75)
     if near:
         candidates = [p for p in paths if p.rpartition(".")[2] == near[0]]
         return max(candidates, key=lambda p: difflib.SequenceMatcher(None, p, path).ratio())
-    near = difflib.get_close_matches(path, [p for p in paths if not path.startswith(p + ".")], n=1, cutoff=0.6)
-    if near:
-        return near[0]
-    while parent and parent not in paths:
-        parent = parent.rpartition(".")[0]
-    siblings = [p for p in paths if p.rpartition(".")[0] == parent]
-    return max(siblings, key=lambda p: difflib.SequenceMatcher(None, p, path).ratio(), default=parent)
+    return meant
+
+
+def hint(root: type[BaseModel], path: str) -> str:
+    """How the message about an unknown key path ends: the nearest one, or where all are listed."""
+    near = nearest(root, path)
+    return f"did you mean {near}?" if near else "examples/configs/grpo_dsv4.yaml lists every key"

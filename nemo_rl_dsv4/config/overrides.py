@@ -11,9 +11,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_rl_dsv4.config.key_names import is_known, nearest
+from nemo_rl_dsv4.config.key_names import hint, is_known
 from nemo_rl_dsv4.config.master import MasterConfig
-from nemo_rl_dsv4.config.nodes import descend
+from nemo_rl_dsv4.config.nodes import descend, is_plain_mapping
 from nemo_rl_dsv4.errors import UserError
 
 
@@ -48,27 +48,34 @@ def _apply_value(config: DictConfig, override: Override, key: str, text: str) ->
     present = descend(config, key) is not None
     if override.is_delete():
         if not present:
-            raise UserError(
-                f"{text!r}: the recipe has no key {key} to remove; did you mean {nearest(MasterConfig, key)}?"
-            )
+            raise UserError(f"{text!r}: the recipe has no key {key} to remove; {hint(MasterConfig, key)}")
         parent, _, name = key.rpartition(".")
         node = OmegaConf.select(config, parent) if parent else config
         with open_dict(config):
             del node[name]
         return
     value = override.value()
-    if override.is_force_add():
-        with open_dict(config):
-            OmegaConf.update(config, key, value, merge=True)
-        return
-    if override.is_add():
-        if present and not isinstance(OmegaConf.select(config, key), DictConfig):
-            raise UserError(f"{text!r}: {key} is already in the recipe; drop the + to change it")
-        with open_dict(config):
-            OmegaConf.update(config, key, value, merge=True)
-        return
-    if not present:
+    if override.is_add() and present and not isinstance(OmegaConf.select(config, key), DictConfig):
+        raise UserError(f"{text!r}: {key} is already in the recipe; drop the + to change it")
+    if not override.is_add() and not override.is_force_add():
+        _require_present(config, key, value, text)
+    there = descend(config, key)
+    is_reference = isinstance(value, str) and value.startswith("${")
+    if is_plain_mapping(there) and not isinstance(value, dict) and value is not None and not is_reference:
+        shown = f"{key}.{next(iter(there), 'NAME')}"
+        raise UserError(f"{text!r}: {key} is {value!r}, wanted a mapping; write {shown}=VALUE for a key of it")
+    with open_dict(config):
+        # A mapping changes what it names of a mapping; anything else takes the place of what is there.
+        OmegaConf.update(config, key, value, merge=isinstance(value, dict) and isinstance(there, DictConfig))
+
+
+def _require_present(config: DictConfig, key: str, value: object, text: str) -> None:
+    """Raises UserError for a key that the recipe does not have, also for one inside a mapping that is given."""
+    node = descend(config, key)
+    if node is None:
         if is_known(MasterConfig, key):
             raise UserError(f"{text!r}: the recipe does not set {key}; write +{text} to add it")
-        raise UserError(f"{text!r}: unknown key {key}; did you mean {nearest(MasterConfig, key)}?")
-    OmegaConf.update(config, key, value, merge=True)
+        raise UserError(f"{text!r}: unknown key {key}; {hint(MasterConfig, key)}")
+    if isinstance(value, dict) and is_plain_mapping(node):
+        for name, inner in value.items():
+            _require_present(config, f"{key}.{name}", inner, text)

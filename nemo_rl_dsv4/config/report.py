@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_rl_dsv4.config.key_names import nearest
+from nemo_rl_dsv4.config.key_names import hint
 from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.errors import UserError
 
@@ -17,11 +17,13 @@ WANTED = {
     "int_from_float": "an integer",
     "float_type": "a number",
     "float_parsing": "a number",
+    "finite_number": "a finite number",
     "string_type": "text",
+    "string_too_short": "text that is not empty",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "list_type": "a list",
-    "dict_type": "a mapping",
+    "dict_type": "a mapping, such as {name: value}",
     "model_type": "a mapping of keys",
     "model_attributes_type": "a mapping of keys",
     "none_required": "null",
@@ -49,7 +51,7 @@ def describe(detail: ErrorDetails, origin: Callable[[str], str]) -> str:
     where = origin(path)
     where = f" (in {where})" if where else ""
     if kind == "extra_forbidden":
-        return f"unknown key {path}{where}; did you mean {nearest(MasterConfig, path)}?"
+        return f"unknown key {path}{where}; {hint(MasterConfig, path)}"
     if kind == "missing":
         return f"{path} is missing; set it in the recipe, or inherit from grpo_dsv4.yaml with `defaults:`"
     return f"{path}{where} is {yaml_word(detail['input'])}, wanted {_wanted(detail)}"

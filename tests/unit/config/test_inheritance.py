@@ -108,3 +108,20 @@ def test_an_anchor_that_refers_to_itself_is_named(write):
     path = write("a.yaml", "grpo: &again\n  seed: 1\n  more: *again\n")
     with pytest.raises(UserError, match=r"a.yaml: a YAML anchor refers to itself"):
         load_layers(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("s: {c: [1]}", "child.yaml: s.c is a list, wanted a mapping as in the files that it inherits from"),
+        ("s: {d: {x: 1}}", "child.yaml: s.d is a mapping, wanted a list"),
+    ],
+)
+def test_a_list_does_not_take_the_place_of_a_mapping(write, text, message):
+    """OmegaConf's "Cannot merge DictConfig with ListConfig" named no key."""
+    write("parent.yaml", "s: {c: {x: 1}, d: [1], e: null}\n")
+    with pytest.raises(UserError, match=message):
+        merged(write("child.yaml", f"defaults: parent.yaml\n{text}\n"))
+    assert merged(write("fits.yaml", "defaults: parent.yaml\ns: {c: null, d: [2], e: [3]}\n")) == {
+        "s": {"c": None, "d": [2], "e": [3]}
+    }

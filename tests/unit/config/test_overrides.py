@@ -68,7 +68,26 @@ def test_interpolated_keys_follow_an_override(tiny):
         ("=3", "'=3' names no key; write key=value"),
         ("grpo.seed=[1", "is not an override"),
         ("grpo.seed=1,2", "sweep"),
-        ("grpo.seed.x=1", "unknown key grpo.seed.x"),
+        ("grpo.seed.x=1", "unknown key grpo.seed.x; .*grpo_dsv4.yaml lists every key"),
+        (
+            "+policy.generation.vllm_cfg.bogus=1",
+            r"unknown key .*vllm_cfg.bogus \(in .*\); .*grpo_dsv4.yaml lists every key",
+        ),
+        ("bogus.x=1", "unknown key bogus.x; .*grpo_dsv4.yaml lists every key"),
+        ("policy.generation.vllm_kwarg.a=1", r"did you mean policy.generation.vllm_kwargs.a\?"),
+        (
+            "policy.generation.vllm_cfg.env_vars={A: 'x'}",
+            r"does not set policy.generation.vllm_cfg.env_vars.A; write \+policy.generation.vllm_cfg.env_vars={A: 'x'}",
+        ),
+        ("grpo={sed: 1}", r"unknown key grpo.sed; did you mean grpo.seed\?"),
+        (
+            "policy.generation.vllm_cfg.env_vars=[]",
+            r"env_vars is \[\], wanted a mapping; write .*env_vars.NAME=VALUE",
+        ),
+        ("++policy.generation.vllm_cfg.env_vars=[]", r"env_vars is \[\], wanted a mapping"),
+        ("grpo=[]", r"grpo is \[\], wanted a mapping; write grpo.\w+=VALUE for"),
+        ("grpo=3", "grpo is 3, wanted a mapping"),
+        ("policy.scheduler={a: 1}", "policy.scheduler .* is {'a': 1}, wanted a list"),
     ],
 )
 def test_a_bad_override_says_what_to_write(tiny, override, message):
@@ -80,3 +99,11 @@ def test_a_key_that_the_recipe_lacks_needs_a_plus(write):
     recipe = write("r.yaml", "policy: {model_name: a/b}\ndata: {}\n")
     with pytest.raises(UserError, match=r"does not set grpo.seed; write \+grpo.seed=1"):
         load_config(recipe, ["grpo.seed=1"])
+
+
+def test_a_mapping_that_is_added_keeps_what_is_there(tiny):
+    more = load_config(
+        tiny, ["+policy.generation.vllm_cfg.env_vars={A: b}", "+policy.generation.vllm_cfg.env_vars.C=d"]
+    )
+    assert more.policy.generation.vllm_cfg.env_vars == {"A": "b", "C": "d"}
+    assert load_config(tiny, ["data.validation=null"]).data.validation is None
