@@ -11,7 +11,7 @@ from nemo_rl_dsv4.config.rules import require, require_divides
 from nemo_rl_dsv4.config.runtime_choice import Runtime
 from nemo_rl_dsv4.config.vllm_spec import vllm_spec
 from nemo_rl_dsv4.generation.rollout_facts import ANY_GPU, BF16_WEIGHTS, FACTS, PROFILE_OF_GPU, RolloutFacts
-from nemo_rl_dsv4.generation.vllm_refusals import check_variables
+from nemo_rl_dsv4.generation.vllm_refusals import check_own_variables, check_variables
 from nemo_rl_dsv4.generation.vllm_settings import (
     check_hidden_size,
     check_kernel_shapes,
@@ -115,6 +115,7 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
     facts = _facts(config)
     engine_arguments(vllm_spec(config, Path(config.policy.model_name)), facts)
     if facts is ANY_GPU:
+        check_own_variables(generation.vllm_cfg.env_vars)
         check_variables(generation.vllm_cfg.env_vars, facts)
     else:
         engine_environment(facts, generation.vllm_cfg.env_vars)

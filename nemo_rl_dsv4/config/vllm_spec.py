@@ -29,7 +29,7 @@ def vllm_spec(config: MasterConfig, checkpoint: Path) -> VllmSpec:
         model=str(checkpoint.resolve()),
         profile=config.policy.dsv4.rollout_profile,
         tokenizer=str(checkpoint.resolve()) if generation.stop_strings else None,
-        tokenizer_mode=str(own.pop("tokenizer_mode", "auto")),
+        tokenizer_mode=own.pop("tokenizer_mode", "auto"),
         tensor_parallel_size=engine.tensor_parallel_size,
         expert_parallel=engine.expert_parallel_size > 1,
         precision=engine.precision,

@@ -10,11 +10,13 @@ import importlib
 import inspect
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.completion import Completion
@@ -75,6 +77,40 @@ def _require_known(own: Mapping[str, Any]) -> None:
             )
 
 
+KEYS = {
+    "seed": "grpo.seed",
+    "enable_expert_parallel": "policy.generation.vllm_cfg.expert_parallel_size",
+    "enable_sleep_mode": "policy.dsv4.engine_sleep",
+    **{
+        name: f"policy.generation.vllm_cfg.{name}"
+        for name in (
+            "tensor_parallel_size",
+            "kv_cache_dtype",
+            "max_model_len",
+            "gpu_memory_utilization",
+            "enforce_eager",
+            "logprobs_mode",
+            "enable_return_routed_experts",
+        )
+    },
+}
+"""Argument of the engine -> key of the recipe that decides it."""
+
+
+def _refused(error: ValueError | TypeError, arguments: Mapping[str, Any], spec: VllmSpec, version: str) -> str:
+    """What vLLM said when it was given its arguments, and the keys that it may mean."""
+    if isinstance(error, ValidationError):
+        told = [(".".join(map(str, part["loc"])), part["msg"]) for part in error.errors(include_url=False)]
+        text = "; ".join(f"{where}: {message}" if where else message for where, message in told)
+    else:
+        text = " ".join(str(error).split()) or type(error).__name__
+    keys = KEYS | {name: f"policy.generation.vllm_kwargs.{name}" for name in spec.engine_arguments}
+    named = [name for name in keys if name in arguments and re.search(rf"\b{name}\b", text)]
+    shown = ", ".join(f"{keys[name]} ({arguments[name]!r})" for name in named or spec.engine_arguments)
+    fix = f"change {shown}" if shown else "change the keys of policy.generation.vllm_cfg that it speaks of"
+    return f"vLLM {version} does not start with what the recipe asks of it: {text.rstrip('.')}; {fix}"
+
+
 class VllmEngine:
     """Starts the engine; the weights are those of `spec.model` until the first refit.
 
@@ -82,8 +118,8 @@ class VllmEngine:
         spec: settings; checked against its profile before anything starts.
 
     Raises:
-        UserError: settings that contradict the profile, no usable vLLM, an argument that it does not have, or an engine
-            that says it computes otherwise.
+        UserError: settings that contradict the profile, no usable vLLM, an argument that it does not have or does not
+            take, or an engine that says it computes otherwise.
     """
 
     def __init__(self, spec: VllmSpec) -> None:
@@ -101,7 +137,10 @@ class VllmEngine:
         own = spec.window_yarn
         check_window_yarn(self.version, self.profile.yarn_on_window_layers if own is None else own, served)
         _require_known(spec.engine_arguments)
-        self.llm = _vllm().LLM(**arguments)
+        try:
+            self.llm = _vllm().LLM(**arguments)
+        except (ValueError, TypeError) as error:  # pydantic's are ValueErrors
+            raise UserError(_refused(error, arguments, spec, self.version)) from error
         self._refit_prepared = False
         findings = engine_findings(self.describe(), self.profile)
         if findings:

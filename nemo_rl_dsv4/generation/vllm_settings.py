@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.rollout_facts import Named, facts_of
-from nemo_rl_dsv4.generation.vllm_refusals import VARIABLES, check_arguments, check_variables
+from nemo_rl_dsv4.generation.vllm_arguments import DEFAULT_SEQUENCES, check_values
+from nemo_rl_dsv4.generation.vllm_refusals import VARIABLES, check_arguments, check_own_variables, check_variables
 
 KV_BLOCK_SIZE = 256
 """Tokens of a KV cache block that DeepSeek-V4's cache layouts need."""
@@ -79,7 +80,7 @@ class VllmSpec:
     kv_cache_dtype: str = "fp8"
     logprobs_mode: str = "raw_logprobs"
     max_model_len: int = 2048
-    max_num_seqs: int = 256
+    max_num_seqs: int = DEFAULT_SEQUENCES
     gpu_memory_utilization: float = 0.6
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = True
@@ -115,10 +116,12 @@ def engine_environment(profile: Named, own: Mapping[str, str]) -> dict[str, str]
         own: variables of the recipe (`policy.generation.vllm_cfg.env_vars`).
 
     Raises:
-        UserError: a variable of the recipe would make the engine round otherwise than the profile says.
+        UserError: a variable of the recipe would make the engine round otherwise than the profile says, or is left to
+            this package.
     """
     facts = facts_of(profile)
     deep_gemm = facts.deep_gemm
+    check_own_variables(own)
     check_variables(own, facts)
     numeric = {
         "VLLM_USE_DEEP_GEMM": "1" if deep_gemm else "0",
@@ -188,11 +191,12 @@ def engine_arguments(spec: VllmSpec, profile: Named) -> dict[str, Any]:
     """Keyword arguments of vLLM's engine.
 
     Raises:
-        UserError: see `check_agreement`; also an argument under `vllm_kwargs` that has a key of its own, or that
-            decides numbers or parallel sizes.
+        UserError: see `check_agreement`; also an argument under `vllm_kwargs` that has a key of its own, that decides
+            numbers or parallel sizes, or whose value vLLM does not take.
     """
     check_agreement(spec, profile)
     check_arguments(spec.engine_arguments)
+    check_values({**spec.engine_arguments, "tokenizer_mode": spec.tokenizer_mode})
     arguments: dict[str, Any] = {
         "model": spec.model,
         "skip_tokenizer_init": spec.tokenizer is None,
@@ -223,7 +227,12 @@ def engine_arguments(spec: VllmSpec, profile: Named) -> dict[str, Any]:
         arguments |= {"tokenizer": spec.tokenizer, "tokenizer_mode": spec.tokenizer_mode}
     if spec.kv_cache_memory_bytes is not None:
         arguments["kv_cache_memory_bytes"] = spec.kv_cache_memory_bytes
-    taken = sorted(set(spec.engine_arguments) & set(arguments) - {"max_num_seqs", "kv_cache_memory_bytes", "seed"})
+    if "seed" in spec.engine_arguments:
+        raise UserError(
+            f"policy.generation.vllm_kwargs.seed is {spec.engine_arguments['seed']!r}, but the engines' seed is "
+            f"grpo.seed ({spec.seed}); set it there and drop it here"
+        )
+    taken = sorted(set(spec.engine_arguments) & set(arguments) - {"max_num_seqs", "kv_cache_memory_bytes"})
     if taken:
         raise UserError(
             f"policy.generation.vllm_kwargs.{taken[0]} is set, but it follows from policy.generation.vllm_cfg and the "

@@ -137,6 +137,19 @@ VARIABLE = "+policy.generation.vllm_cfg.env_vars."
         (OWN + "distributed_executor_backend=ray", "distributed_executor_backend is 'ray'; engines are placed"),
         (OWN + "attention_config={use_fp4_indexer_cache:true}", "attention_config.use_fp4_indexer_cache is True"),
         (OWN + "data_parallel_rank=1", "data_parallel_rank is 1; every engine is one data-parallel rank"),
+        (OWN + "hf_config_path=/tmp", "hf_config_path is '/tmp'; the trainer would be another model"),
+        (OWN + "tokenizer=foo", "tokenizer is 'foo'; the engine reads the folder of policy.model_name"),
+        (OWN + "revision=main", "revision is 'main'; the engine reads the folder of policy.model_name"),
+        (OWN + "worker_cls=foo", "worker_cls is 'foo'; refits and the order of tokens"),
+        (OWN + "scheduler_cls=x", "scheduler_cls is 'x'; refits and the order of tokens"),
+        (OWN + "spec_method=mtp", "a drafter is never refitted"),
+        (OWN + "nnodes=2", "nnodes is 2; engines are placed"),
+        (OWN + "seed=7", r"seed is 7, but the engines' seed is grpo.seed \(42\); set it there and drop it here"),
+        (VARIABLE + "CUDA_VISIBLE_DEVICES='3'", "CUDA_VISIBLE_DEVICES is '3'; engines get their GPUs by"),
+        (VARIABLE + "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES='0'", "engines get their GPUs by"),
+        (VARIABLE + "VLLM_TARGET_DEVICE=cpu", "VLLM_TARGET_DEVICE is 'cpu'; engines run on GPUs: drop the variable"),
+        (VARIABLE + "VLLM_ALLOW_INSECURE_SERIALIZATION='1'", "VLLM_ALLOW_INSECURE_SERIALIZATION is '1'; nothing here"),
+        ("+policy.generation.vllm_cfg.env_vars={A-B: x}", "env_vars has the name 'A-B'; wanted letters"),
         (VARIABLE + "VLLM_DP_SIZE='2'", "VLLM_DP_SIZE is '2'; every engine is one data-parallel rank"),
         (VARIABLE + "VLLM_DP_RANK='3'", "VLLM_DP_RANK is '3'"),
     ],
@@ -147,8 +160,68 @@ def test_what_would_make_another_rollout_behind_the_recipe_is_refused(recipe, ov
         validate(recipe([*GPU, override]), runs_here=False)
 
 
-@pytest.mark.parametrize("override", ["speculative_config=null", "enable_eplb=false", "hf_overrides={}"])
+@pytest.mark.parametrize(
+    "override",
+    ["speculative_config=null", "enable_eplb=false", "hf_overrides={}", "worker_cls=auto", "runner=generate"],
+)
 def test_arguments_that_ask_for_nothing_pass(recipe, override):
+    validate(recipe([*GPU, OWN + override]), runs_here=False)
+
+
+COUNT = "wanted a whole number, at least 1, or drop it"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        *(
+            (f"max_num_seqs={value}", f"max_num_seqs is {shown}; {COUNT}")
+            for value, shown in (
+                ("abc", "'abc'"),
+                ("0", "0"),
+                ("-4", "-4"),
+                ("null", "None"),
+                ("1.5", "1.5"),
+                ("true", "True"),
+            )
+        ),
+        ("max_num_batched_tokens=abc", f"max_num_batched_tokens is 'abc'; {COUNT}"),
+        ("max_num_batched_tokens=64", "max_num_batched_tokens is 64, less than max_num_seqs = 256"),
+        ("max_logprobs=-2", r"max_logprobs is -2; wanted a whole number, at least -1 \(no limit\)"),
+        ("kernel_config=abc", "kernel_config is 'abc'; wanted a mapping"),
+        ("compilation_config=7", "compilation_config is 7; wanted a mapping, or a level from 0 to 3"),
+        ("load_format=bogus", "load_format is 'bogus'; wanted one of auto, hf, safetensors"),
+        ("load_format=pt", "load_format is 'pt'; wanted one of auto, hf, safetensors"),
+        ("trust_remote_code=maybe", "trust_remote_code is 'maybe'; wanted true or false"),
+        ("attention_backend=3", "attention_backend is 3; wanted text"),
+        ("tokenizer_mode=null", "tokenizer_mode is None; wanted one of auto"),
+        ("cpu_offload_gb=.inf", "cpu_offload_gb is .*; wanted a finite number"),
+    ],
+)
+def test_values_that_vllm_does_not_take_are_refused_before_the_run(recipe, override, message):
+    """An engine found them minutes later, in a traceback."""
+    with pytest.raises(UserError, match=f"policy.generation.vllm_kwargs.{message}"):
+        validate(recipe([*GPU, OWN + override]), runs_here=False)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "max_num_seqs=512",
+        "max_num_batched_tokens=8480",
+        "max_num_batched_tokens=null",
+        "max_logprobs=0",  # what this package asks for is the sampled token's alone
+        "enable_chunked_prefill=false",
+        "trust_remote_code=true",
+        "kernel_config={enable_flashinfer_autotune: false}",
+        "compilation_config={cudagraph_mode: PIECEWISE}",
+        "limit_mm_per_prompt={image: 2}",
+        "mm_processor_cache_gb=0",
+        "mamba_ssm_cache_dtype=float32",
+        "of_another_version=abc",
+    ],
+)
+def test_values_of_nemo_rls_recipes_pass(recipe, override):
     validate(recipe([*GPU, OWN + override]), runs_here=False)
 
 

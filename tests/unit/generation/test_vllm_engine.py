@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import BaseModel, Field
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.sampling import SamplingParams
@@ -146,7 +147,49 @@ def test_an_engine_that_computes_otherwise_is_refused(vllm, monkeypatch: pytest.
 def test_an_argument_that_vllm_does_not_have_is_named_before_weights_are_read(vllm) -> None:
     with pytest.raises(UserError, match=r"vllm_kwargs.max_num_batch_tokens is no argument of vLLM 0.26.0.*batched_tok"):
         engine(engine_arguments={"max_num_batch_tokens": 1})
-    assert engine(engine_arguments={"max_num_batched_tokens": 1}).version == "0.26.0"
+    assert engine(engine_arguments={"max_num_batched_tokens": 512}).version == "0.26.0"
+
+
+def raise_value_error(text: str) -> None:
+    raise ValueError(text)
+
+
+class Arguments(BaseModel):
+    """Refuses as vLLM's own classes do."""
+
+    max_num_batched_tokens: int = Field(default=1, le=100)
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (
+            lambda: Arguments(max_num_batched_tokens=512),
+            r"vLLM 0.26.0 does not start with what the recipe asks of it: max_num_batched_tokens: Input should be less "
+            r"than or equal to 100; change policy.generation.vllm_kwargs.max_num_batched_tokens \(512\)$",
+        ),
+        (
+            lambda: raise_value_error("16 tokens need more\nmemory: decrease `max_model_len`."),
+            r": 16 tokens need more memory: decrease `max_model_len`; change "
+            r"policy.generation.vllm_cfg.max_model_len \(16\)$",
+        ),
+        (
+            lambda: int(None),  # type: ignore[arg-type]
+            r"int\(\) argument must be .*; change policy.generation.vllm_kwargs.max_num_batched_tokens \(512\)$",
+        ),
+    ],
+)
+def test_what_vllm_refuses_at_its_start_is_one_line_with_the_keys(vllm, raised, message) -> None:
+    """It ended in vLLM's traceback, from an actor."""
+
+    class Refusing(FakeLLM):
+        def __init__(self, **arguments: Any) -> None:
+            raised()
+
+    vllm.LLM = Refusing
+    with pytest.raises(UserError, match=message) as caught:
+        engine(engine_arguments={"max_num_batched_tokens": 512})
+    assert "\n" not in str(caught.value)
 
 
 def test_versions_of_vllm(vllm) -> None:
