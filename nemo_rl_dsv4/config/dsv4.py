@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_rl_dsv4.config.section import OpenMapping, Section
+from nemo_rl_dsv4.config.section import OpenMapping, PathName, Section
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -94,7 +94,7 @@ class Refit(Section):
     """To vLLM engines: GPU memory that a policy rank shares with the engine worker on its GPU, memory of the host,
     NCCL between GPUs, or files (which stay until the next refit). `auto` takes `cuda_ipc` where every worker shares a
     GPU with a rank, else `shared_memory` where every worker's host has one, else `broadcast`, and logs why."""
-    folder: str | None = None
+    folder: PathName | None = None
     """Where `transport: folder` puts its files: with several nodes a folder that all of them share. Null for memory of
     the one host (`/dev/shm`)."""
     checks: Literal["sampled", "all"] = "sampled"
@@ -182,7 +182,7 @@ class TinyModel(Section):
     """How the checkpoint stores the experts; a vLLM engine keeps the format it was started with."""
     seed: NonNegative = 42
     """Seed of the random weights and of the warm start."""
-    cache_dir: str = "results/checkpoints"
+    cache_dir: PathName = "results/checkpoints"
     """Folder under which the finished checkpoint is kept, by a hash of these settings."""
     warm_start: WarmStart = WarmStart()
     """Supervised start."""
@@ -214,7 +214,7 @@ class DSV4(Section):
     """vLLM engines give their GPU memory to the policy whenever they do not generate; colocated engines only."""
     trainer_sleep: bool = False
     """The policy keeps optimizer states in host memory during a refit and all it has while the engines generate."""
-    vllm_python: str | None = None
+    vllm_python: PathName | None = None
     """Python of vLLM's own environment. Null takes `.venv-vllm/bin/python` if it is there, else the running Python."""
     tiny: TinyModel | None = None
     """The tiny model; needed when `policy.model_name` is `tiny`."""

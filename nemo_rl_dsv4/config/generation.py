@@ -81,9 +81,9 @@ class VllmCfg(Section):
     zmq_refit_server_port: None = None
     """Only null."""
     env_vars: dict[str, str] = {}
-    """Extra environment variables of the engine's processes."""
-    refit_buffer_size_gb: Annotated[float, Field(gt=0.0)] | None = None
-    """Size of a weight-transfer buffer in GiB; null for automatic."""
+    """Extra environment variables of the engine's processes; those that this package sets are refused."""
+    refit_buffer_size_gb: Annotated[float, Field(gt=0.0, le=64.0)] | None = None
+    """Size of a weight-transfer buffer in GiB, which holds the model's largest weight; null for 1."""
 
 
 class ReferenceCfg(Section):
@@ -143,4 +143,4 @@ class Generation(Section):
     vllm_cfg: VllmCfg = VllmCfg()
     """Settings of `backend: vllm`."""
     vllm_kwargs: OpenMapping = {}
-    """Further keyword arguments of vLLM's engine."""
+    """Further keyword arguments of vLLM's engine; what they may not decide is refused (docs/recipes.md)."""

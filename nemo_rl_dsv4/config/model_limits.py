@@ -35,6 +35,7 @@ class ModelLimits:
     o_lora_rank: int | None = None
     o_groups: int | None = None
     moe_intermediate_size: int | None = None
+    vocab_size: int | None = None
 
 
 def model_limits(config: MasterConfig) -> ModelLimits:

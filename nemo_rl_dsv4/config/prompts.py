@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.rules_of_values import check_stop_tokens
 from nemo_rl_dsv4.data import (
     Problem,
     Prompt,
@@ -21,10 +22,18 @@ WORD_PROBLEM_KEYS = ("difficulty", "max_number", "long_fraction", "long_words")
 
 
 def make_tokenizer(config: MasterConfig) -> Tokenizer:
-    """The recipe's tokenizer; `tiny` is made to fit the largest number of the word problems."""
+    """The recipe's tokenizer; `tiny` is made to fit the largest number of the word problems.
+
+    Raises:
+        UserError: it cannot be loaded, or has no such token as one of `policy.generation.stop_token_ids`.
+    """
     name = config.policy.tokenizer.name
-    if name != TINY:
-        return load_tokenizer(name)
+    tokenizer = _tiny_tokenizer(config) if name == TINY else load_tokenizer(name)
+    check_stop_tokens(config, tokenizer.vocab_size, f"tokenizer {name}")
+    return tokenizer
+
+
+def _tiny_tokenizer(config: MasterConfig) -> Tokenizer:
     sections = [section for section in (config.data.train, config.data.validation) if section is not None]
     largest = [section.max_number for section in sections if section.max_number is not None]
     return make_tiny_tokenizer(max_number=max(largest, default=TINY_DEFAULT_MAX_NUMBER))

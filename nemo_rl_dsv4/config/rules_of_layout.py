@@ -174,6 +174,11 @@ def check_lengths(config: MasterConfig) -> None:
         f"policy.generation.vllm_cfg.max_model_len is {engine}, less than policy.max_total_sequence_length = {total}; "
         "the engine would cut sequences that the trainer accepts",
     )
+    require(
+        generation.backend != "vllm" or engine is None or limit is None or engine <= limit,
+        f"policy.generation.vllm_cfg.max_model_len is {engine}, more than the model's max_position_embeddings {limit}; "
+        f"lower it, for policy.max_total_sequence_length is {total}",
+    )
 
 
 def check_rollout_layout(config: MasterConfig) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from math import ceil, prod
 from pathlib import Path
 
 from nemo_rl_dsv4.config.master import MasterConfig
-from nemo_rl_dsv4.config.model_limits import model_limits
+from nemo_rl_dsv4.config.model_limits import ModelLimits, model_limits
 from nemo_rl_dsv4.config.rules import require, require_divides
+from nemo_rl_dsv4.config.rules_of_values import check_stop_tokens
 from nemo_rl_dsv4.config.runtime_choice import Runtime
 from nemo_rl_dsv4.config.vllm_spec import vllm_spec
 from nemo_rl_dsv4.generation.rollout_facts import ANY_GPU, BF16_WEIGHTS, FACTS, PROFILE_OF_GPU, RolloutFacts
@@ -21,6 +23,8 @@ from nemo_rl_dsv4.generation.vllm_settings import (
 
 BACKEND_CLASS = "nemo_automodel.components.models.common.utils.BackendConfig"
 """The one class that `automodel_kwargs.backend._target_` may name."""
+MEMORY_FOLDERS = ("/dev/shm", "/run/shm")
+"""Folders that every host has for itself."""
 NOT_PASSED_ON = {"pipeline_parallel_size": 1, "num_first_layers_in_bf16": 0, "num_last_layers_in_bf16": 0}
 """Keys of `vllm_cfg` that the embedded runtime's engines do not take -> the value that asks for nothing."""
 
@@ -36,7 +40,9 @@ def check_target(config: MasterConfig) -> None:
 
 def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
     """Settings of a vLLM engine fit the profile that the trainer rounds by, and nothing is dropped silently."""
-    generation, dsv4 = config.policy.generation, config.policy.dsv4
+    generation, dsv4, limits = config.policy.generation, config.policy.dsv4, model_limits(config)
+    if limits.vocab_size is not None:
+        check_stop_tokens(config, limits.vocab_size, "policy.model_name")
     require(
         not dsv4.engine_sleep or (generation.backend == "vllm" and generation.colocated.enabled),
         f"policy.dsv4.engine_sleep is true, but only vLLM engines that share the policy's GPUs sleep, and "
@@ -91,6 +97,11 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
         f"policy.dsv4.refit.transport is folder with cluster.num_nodes = {config.cluster.num_nodes}, but "
         "policy.dsv4.refit.folder is null, which is memory of one host; name a folder that all nodes share",
     )
+    require(
+        dsv4.refit.folder is None or config.cluster.num_nodes == 1 or not _in_memory(dsv4.refit.folder),
+        f"policy.dsv4.refit.folder is {dsv4.refit.folder!r} with cluster.num_nodes = {config.cluster.num_nodes}, which "
+        "is memory of each host by itself; name a folder that all nodes share",
+    )
     plain = generation.temperature == 1.0 and generation.top_p == 1.0 and generation.top_k is None
     require(
         plain or generation.vllm_cfg.logprobs_mode == "raw_logprobs",
@@ -119,7 +130,8 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
         check_variables(generation.vllm_cfg.env_vars, facts)
     else:
         engine_environment(facts, generation.vllm_cfg.env_vars)
-    limits, workers = model_limits(config), generation.vllm_cfg.tensor_parallel_size
+    _check_buffer(config, limits)
+    workers = generation.vllm_cfg.tensor_parallel_size
     for name in ("num_attention_heads", "o_groups"):
         size = getattr(limits, name)
         if size is not None:
@@ -130,6 +142,31 @@ def check_rollout_engine(config: MasterConfig, runtime: Runtime) -> None:
             check_hidden_size(limits.hidden_size, "hidden_size of policy.model_name")
         if generation.vllm_cfg.precision == "fp8":
             check_kernel_shapes(asdict(limits), "policy.model_name")
+
+
+def _in_memory(folder: str) -> bool:
+    """Whether a folder lies in a host's memory."""
+    path = Path(folder).expanduser().absolute().resolve()
+    return any(path.is_relative_to(memory) for memory in MEMORY_FOLDERS)
+
+
+def _check_buffer(config: MasterConfig, limits: ModelLimits) -> None:
+    """A buffer of the refit holds the largest weight; the sizes that are known here give a lower bound of it."""
+    size = config.policy.generation.vllm_cfg.refit_buffer_size_gb
+    sizes = {
+        "embed.weight": (2, limits.vocab_size, limits.hidden_size),  # BF16
+        "attn.wq_b.weight": (1, limits.q_lora_rank, limits.num_attention_heads, limits.head_dim),  # FP8
+    }
+    for name, factors in sizes.items():
+        known = [factor for factor in factors if factor is not None]
+        if size is None or len(known) < len(factors):
+            continue
+        needed = prod(known)
+        require(
+            size * 2**30 >= needed,
+            f"policy.generation.vllm_cfg.refit_buffer_size_gb is {size}, and {name} of policy.model_name alone takes "
+            f"{needed} bytes; wanted at least {ceil(needed / 2**30 * 1000) / 1000}",
+        )
 
 
 def _facts(config: MasterConfig) -> RolloutFacts:

@@ -72,6 +72,21 @@ def check_values(config: MasterConfig) -> None:
             )
 
 
+def check_stop_tokens(config: MasterConfig, vocabulary: int, whose: str) -> None:
+    """Stop tokens are tokens.
+
+    Args:
+        vocabulary: number of tokens.
+        whose: what says so, for the message.
+    """
+    for token in config.policy.generation.stop_token_ids or []:
+        require(
+            token < vocabulary,
+            f"policy.generation.stop_token_ids holds {token}, which no response can have: {whose} has {vocabulary} "
+            f"tokens, wanted at most {vocabulary - 1}; remove it",
+        )
+
+
 def check_metric_names(config: MasterConfig) -> None:
     """Metrics that rank checkpoints or end the run are ones that this run reports."""
     validation = validation_metrics(config.grpo.val_num_generations_per_prompt)

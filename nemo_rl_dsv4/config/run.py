@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_rl_dsv4.config.section import OpenMapping, Section
+from nemo_rl_dsv4.config.section import OpenMapping, PathName, Section
 
 Positive = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -33,7 +33,7 @@ class Dataset(Section):
     """`word_problems`: words of such a prompt; null for the generator's usual number."""
     kwargs: OpenMapping = {}
     """Arguments of a `reasoning_gym:<name>` generator or of a callable given by its dotted path."""
-    data_path: str | None = None
+    data_path: PathName | None = None
     """File of a local set; of a published set: a copy on disk (.parquet, .jsonl, .json, or a folder)."""
     input_key: str | None = None
     """Field of the question."""
@@ -45,15 +45,15 @@ class Dataset(Section):
     """Split of a published set."""
     split_validation_size: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     """Share of the training set held out for validation."""
-    prompt_file: str | None = None
+    prompt_file: PathName | None = None
     """File of the text around the question."""
-    system_prompt_file: str | None = None
+    system_prompt_file: PathName | None = None
     """File of the system prompt."""
     processor: str | None = None
     """NeMo-RL's name of the function that turns a record into a prompt."""
     env_name: str | None = None
     """Environment that scores answers."""
-    download_dir: str | None = None
+    download_dir: PathName | None = None
     """Folder for downloads of a published set; null for `HF_HOME`."""
 
 
@@ -100,7 +100,7 @@ class Checkpointing(Section):
 
     enabled: bool = True
     """Save at all."""
-    checkpoint_dir: str = "results/grpo"
+    checkpoint_dir: PathName = "results/grpo"
     """Folder of the checkpoints."""
     metric_name: str | None = "val:accuracy"
     """Metric that ranks checkpoints, `val:` or `train:` and its name; null keeps the latest."""
@@ -167,7 +167,7 @@ class GpuMonitoring(Section):
 class Logger(Section):
     """Where metrics go. `metrics.jsonl`, plots and `report.html` are always written."""
 
-    log_dir: str = "logs"
+    log_dir: PathName = "logs"
     """Folder in which every run makes its own `exp_NNN`."""
     num_val_samples_to_print: NonNegative = 0
     """Validation responses shown on the console."""

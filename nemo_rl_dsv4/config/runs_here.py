@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nemo_rl_dsv4.config.master import MasterConfig
 from nemo_rl_dsv4.config.runtime_choice import Runtime
+from nemo_rl_dsv4.generation.python_of_engines import python_problem
 from nemo_rl_dsv4.generation.vllm_settings import MAKE_VLLM, VLLM_PYTHON
 
 GPU_FILES = ("/dev/nvidia0", "/dev/kfd")
@@ -58,9 +59,12 @@ def missing_here(config: MasterConfig) -> list[str]:
     own = config.policy.dsv4.vllm_python
     if config.policy.generation.backend != "vllm":
         return missing
-    if own is not None:
-        if not Path(own).is_file():
-            missing.append(f"policy.dsv4.vllm_python is {own!r}, no such file; make the environment with `{MAKE_VLLM}`")
-    elif not Path(VLLM_PYTHON).is_file() and importlib.util.find_spec("vllm") is None:
+    if own is not None or Path(VLLM_PYTHON).is_file():
+        path = VLLM_PYTHON if own is None else own
+        problem = python_problem(path)
+        if problem is not None:
+            where = "the engines' Python" if own is None else "policy.dsv4.vllm_python"
+            missing.append(f"{where} is {path!r}, {problem}")
+    elif importlib.util.find_spec("vllm") is None:
         missing.append(f"policy.generation.backend is vllm, which has no environment here; make it with `{MAKE_VLLM}`")
     return missing

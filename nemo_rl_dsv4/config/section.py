@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
     """One mapping of a recipe: typed, read-only, and closed to keys that it does not declare.
 
-    Values are checked strictly: the string ``"4"`` or the flag ``true`` is not an integer, and an integer is a float.
+    Values are checked strictly: the string ``"4"`` or the flag ``true`` is not an integer, an integer is a float, and
+    infinity is no number.
     The string under a field is its documentation, and shows up in the JSON schema.
     """
 
@@ -19,6 +20,7 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         frozen=True,
+        allow_inf_nan=False,
         populate_by_name=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
@@ -40,6 +42,9 @@ class KeysOf:
 
     section: type[BaseModel]
 
+
+PathName = Annotated[str, Field(min_length=1)]
+"""A file or folder; an empty name would be the folder that a command is started in."""
 
 OpenMapping = dict[str, Any]
 """A mapping that is handed on as it is, such as keyword arguments of somebody else's constructor."""

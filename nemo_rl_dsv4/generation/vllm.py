@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.engine_group import EngineGroup
 from nemo_rl_dsv4.generation.engine_places import EnginePlace
+from nemo_rl_dsv4.generation.python_of_engines import python_problem
 from nemo_rl_dsv4.generation.vllm_settings import MAKE_VLLM, VLLM_PYTHON
 from nemo_rl_dsv4.refit.delivery import Seat, Transport
 from nemo_rl_dsv4.utils.ray_calls import get
@@ -88,17 +89,18 @@ def engine_python(chosen: str | None) -> str:
         chosen: `policy.dsv4.vllm_python`; None takes `.venv-vllm` where it exists, else this interpreter.
 
     Raises:
-        UserError: there is none with vLLM.
+        UserError: there is none with vLLM and Ray.
     """
     import importlib.util
     import sys
 
-    if chosen is not None:
-        if not Path(chosen).is_file():
-            raise UserError(f"policy.dsv4.vllm_python is {chosen!r}, no such file; make it with `{MAKE_VLLM}`")
-        return str(Path(chosen).absolute())
-    if Path(VLLM_PYTHON).is_file():
-        return str(Path(VLLM_PYTHON).absolute())
+    if chosen is not None or Path(VLLM_PYTHON).is_file():
+        path = VLLM_PYTHON if chosen is None else chosen
+        problem = python_problem(path)
+        if problem is not None:
+            where = "the engines' Python" if chosen is None else "policy.dsv4.vllm_python"
+            raise UserError(f"{where} is {path!r}, {problem}")
+        return str(Path(path).absolute())
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             f"policy.generation.backend is vllm, but there is neither {VLLM_PYTHON} nor vllm in this environment; "

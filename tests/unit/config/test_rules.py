@@ -449,8 +449,11 @@ def test_a_dry_run_names_a_python_of_vllm_that_is_missing(recipe, tmp_path):
     lines = missing_here(recipe([*GPU, "policy.dsv4.vllm_python=/nowhere/python"]))
     assert any("policy.dsv4.vllm_python is '/nowhere/python', no such file" in line for line in lines)
     own = tmp_path / "python"
-    own.write_text("")
+    own.write_text("#!/bin/sh\necho python\n")
+    own.chmod(0o755)
     assert not any("vllm" in line for line in missing_here(recipe([*GPU, f"policy.dsv4.vllm_python={own}"])))
+    lines = missing_here(recipe([*GPU, "policy.dsv4.vllm_python=/bin/ls"]))
+    assert any("policy.dsv4.vllm_python is '/bin/ls', no Python: it does not run" in line for line in lines)
 
 
 @pytest.mark.parametrize("runtime", ["embedded", "nemo_rl"])

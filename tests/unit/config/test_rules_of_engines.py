@@ -3,7 +3,7 @@
 import pytest
 from test_rules import GPU
 
-from nemo_rl_dsv4.config import validate
+from nemo_rl_dsv4.config import load_config, validate
 from nemo_rl_dsv4.errors import UserError
 
 OWN_GPUS = (
@@ -77,6 +77,11 @@ FOLDER = "policy.dsv4.refit.transport=folder"
         ),
         ([*OWN_NODES, "policy.dsv4.refit.transport=shared_memory"], "generation has 2 nodes of its own"),
         ([*NODES, FOLDER], "transport is folder with cluster.num_nodes = 4, but policy.dsv4.refit.folder is null"),
+        (
+            [*NODES, FOLDER, "policy.dsv4.refit.folder=/dev/shm"],
+            "'/dev/shm' with cluster.num_nodes = 4, which is memory",
+        ),
+        ([*NODES, FOLDER, "policy.dsv4.refit.folder=/dev/../dev/shm/a"], "which is memory of each host by itself"),
         (["policy.dsv4.refit.folder=/shared"], "folder is '/shared', but policy.dsv4.refit.transport is auto"),
     ],
 )
@@ -260,3 +265,37 @@ def test_sizes_that_vllms_kernels_do_not_take_are_refused_before_a_model_is_made
 def test_dropout_is_refused_where_the_recipe_is_read(recipe):
     with pytest.raises(UserError, match="attention_dropout is 0.1; wanted 0, since an engine drops nothing"):
         validate(recipe([*GPU, "+policy.hf_config_overrides.attention_dropout=0.1"]), runs_here=False)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "vllm_cfg.max_model_len=9999999",
+            "max_model_len is 9999999, more than the model's max_position_embeddings 1024",
+        ),
+        (
+            "vllm_cfg.refit_buffer_size_gb=0.000001",
+            "refit_buffer_size_gb is 1e-06, and attn.wq_b.weight of policy.model_name alone takes 524288 bytes; wanted "
+            "at least 0.001",
+        ),
+    ],
+)
+def test_lengths_and_buffers_fit_the_model(recipe, override, message):
+    with pytest.raises(UserError, match=message):
+        validate(recipe([*GPU, f"policy.generation.{override}"]), runs_here=False)
+    fits = ("vllm_cfg.max_model_len=1024", "vllm_cfg.refit_buffer_size_gb=0.001", "vllm_cfg.refit_buffer_size_gb=4")
+    for accepted in fits:
+        validate(recipe([*GPU, f"policy.generation.{accepted}"]), runs_here=False)
+
+
+def test_a_buffer_holds_the_embedding_of_a_released_model(tiny):
+    """129,280 tokens of 4096 in BF16 take 0.987 GiB: the first refit found it, after model and engines had started."""
+    flash = tiny.parent / "grpo-deepseek-v4-flash-0731-16n8g-automodel-cp8ep128-qat.yaml"
+    size = "policy.generation.vllm_cfg.refit_buffer_size_gb"
+    with pytest.raises(UserError, match="0.5, and embed.weight .* takes 1059061760 bytes; wanted at least 0.987"):
+        validate(load_config(flash, [f"{size}=0.5"]), runs_here=False)
+    validate(load_config(flash, [f"{size}=0.987"]), runs_here=False)
+    with pytest.raises(UserError, match="stop_token_ids holds 129280, .*: policy.model_name has 129280 tokens"):
+        validate(load_config(flash, ["policy.generation.stop_token_ids=[1,129280]"]), runs_here=False)
+    validate(load_config(flash, ["policy.generation.stop_token_ids=[1,129279]"]), runs_here=False)

@@ -11,6 +11,7 @@ from nemo_rl_dsv4.config import load_config, validate
 from nemo_rl_dsv4.config import unused_keys as tables
 from nemo_rl_dsv4.config.key_names import section_of
 from nemo_rl_dsv4.config.master import MasterConfig
+from nemo_rl_dsv4.config.prompts import make_tokenizer
 from nemo_rl_dsv4.config.rules_of_values import check_stored_formats
 from nemo_rl_dsv4.config.section import DisabledSection
 from nemo_rl_dsv4.config.unused_keys import unknown_overrides, unused_keys
@@ -47,6 +48,32 @@ def recipe(tiny, tmp_path):
 def test_absurd_values_are_named_at_the_start(recipe, override, message):
     with pytest.raises(UserError, match=message):
         validate(recipe(override))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.generation.temperature=inf", "policy.generation.temperature .* is inf, wanted a finite number"),
+        ("policy.generation.val_temperature=inf", "val_temperature .* is inf, wanted a finite number"),
+        ("loss_fn.ratio_clip_min=nan", "ratio_clip_min .* is nan, wanted a finite number"),
+        ("policy.generation.vllm_cfg.refit_buffer_size_gb=inf", "refit_buffer_size_gb .* is inf, wanted a finite"),
+        ("policy.generation.vllm_cfg.refit_buffer_size_gb=1e9", "is 1000000000.0, wanted at most 64"),
+        ("policy.dsv4.refit.folder=''", "policy.dsv4.refit.folder .* is '', wanted text that is not empty"),
+        ("policy.dsv4.vllm_python=''", "policy.dsv4.vllm_python .* is '', wanted text that is not empty"),
+        ("logger.log_dir=''", "logger.log_dir .* is '', wanted text that is not empty"),
+    ],
+)
+def test_infinite_numbers_and_empty_names_are_refused(recipe, override, message):
+    with pytest.raises(UserError, match=message):
+        recipe(override)
+
+
+def test_a_stop_token_that_the_tokenizer_does_not_have_is_refused(recipe):
+    """A dry run makes the tokenizer too."""
+    last = make_tokenizer(recipe()).vocab_size - 1
+    make_tokenizer(recipe(f"policy.generation.stop_token_ids=[{last}]"))
+    with pytest.raises(UserError, match=rf"stop_token_ids holds {last + 1}, .*: tokenizer tiny has {last + 1} tokens"):
+        make_tokenizer(recipe(f"policy.generation.stop_token_ids=[{last + 1}]"))
 
 
 def test_a_stopping_metric_is_checked_at_the_start(recipe):

@@ -1,5 +1,6 @@
 """vLLM engines as a group: which Python, which GPUs, where weights lie. The engines themselves run on a GPU."""
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ from ray.exceptions import RayActorError
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation import engine_group, vllm
 from nemo_rl_dsv4.generation.engine_group import EngineGroup
+from nemo_rl_dsv4.generation.python_of_engines import python_problem
 from nemo_rl_dsv4.generation.sampling import SamplingParams
+from nemo_rl_dsv4.generation.vllm_settings import MAKE_VLLM
 
 
 def test_python_of_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,11 +26,37 @@ def test_python_of_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         vllm.engine_python("nowhere")
     own = tmp_path / ".venv-vllm" / "bin" / "python"
     own.parent.mkdir(parents=True)
-    own.touch()
+    own.write_text("#!/bin/sh\necho python\n")
+    own.chmod(0o755)
     assert vllm.engine_python(None) == str(own)
     own.unlink()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert vllm.engine_python(None) == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ("#!/bin/sh\necho python,vllm\n", f"a Python without vllm; make vLLM's environment with `{MAKE_VLLM}`"),
+        ("#!/bin/sh\necho python,vllm,ray\n", "a Python without vllm and ray"),
+        ("#!/bin/sh\necho python\nexit 1\n", "no Python: it does not run `-c`"),
+        ("#!/bin/sh\necho hello\n", "no Python: it does not run `-c`"),
+        ("#!/nowhere/python\n", "a program that does not start as a Python does"),
+    ],
+)
+def test_a_program_that_engines_cannot_run_with_is_named(tmp_path: Path, script: str, problem: str) -> None:
+    """Ray started it as an actor, which died without saying why."""
+    program = tmp_path / "python"
+    program.write_text(script)
+    with pytest.raises(UserError, match="vllm_python is .*, a file that cannot be executed"):
+        vllm.engine_python(str(program))
+    program.chmod(0o755)
+    with pytest.raises(UserError, match=f"policy.dsv4.vllm_python is '{program}', {re.escape(problem)}"):
+        vllm.engine_python(str(program))
+    assert python_problem(sys.executable) in (
+        None,
+        f"a Python without vllm; make vLLM's environment with `{MAKE_VLLM}`",
+    )
 
 
 @pytest.fixture
