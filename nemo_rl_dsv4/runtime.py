@@ -43,7 +43,7 @@ from nemo_rl_dsv4.utils.console import RunConsole, make_console, print_summary
 from nemo_rl_dsv4.utils.hosts import reserve
 from nemo_rl_dsv4.utils.metrics_file import read_steps
 from nemo_rl_dsv4.utils.progress import bytes_progress, progress
-from nemo_rl_dsv4.utils.run_folder import checkpoint_folder, recorded_config
+from nemo_rl_dsv4.utils.run_folder import checkpoint_folder, next_run_name, recorded_config
 from nemo_rl_dsv4.utils.run_logger import RunLogger
 from nemo_rl_dsv4.utils.run_summary import summary_lines, whole_run_summary
 from nemo_rl_dsv4.utils.shared_files import check_same_model
@@ -75,6 +75,8 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> TrainingSummary:
     if resume is not None:
         resumed_store(TrainerSettings.from_config(config).checkpointing, resume).latest()
         note_changes(console, recorded_config(resume), yaml.safe_load(config.resolved_yaml()))
+    else:
+        refuse_used_checkpoints(config)
     started = time.monotonic()
     tokenizer = make_tokenizer(config)
     train_set, val_set = make_datasets(config)
@@ -400,6 +402,18 @@ def open_run(
     resume_from = store.latest()
     step = int(resume_from.name.removeprefix("step_"))
     return ResumedLogger(resume, config.resolved_yaml(), step, logger_settings), store, resume_from
+
+
+def refuse_used_checkpoints(config: MasterConfig) -> None:
+    """Refuse checkpoints of another run where this one will write its own, before anything is loaded.
+
+    Raises:
+        UserError: the folder that the next run folder's name gives holds checkpoints.
+    """
+    settings, log_dir = TrainerSettings.from_config(config).checkpointing, Path(config.logger.log_dir)
+    if settings.enabled:
+        run_dir = log_dir / next_run_name(log_dir)
+        CheckpointStore(checkpoint_folder(settings.checkpoint_dir, run_dir), settings).refuse_if_used()
 
 
 def resumed_store(settings: CheckpointSettings, run_dir: Path) -> CheckpointStore:

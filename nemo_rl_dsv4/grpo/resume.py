@@ -68,7 +68,7 @@ def restore(
         UserError: the checkpoint is damaged, or a new run would mix with an old one's checkpoints.
     """
     if resume_from is None:
-        if checkpoints is not None:
+        if checkpoints is not None and checkpoints.settings.enabled:
             checkpoints.refuse_if_used()
         return TrainingState()
     info = read_checkpoint(resume_from)

@@ -43,6 +43,7 @@ from nemo_rl_dsv4.runtime import (
     INSTALL_FILE,
     check_classes,
     note_changes,
+    refuse_used_checkpoints,
     start_parts,
     warn_of_biased_sampling,
 )
@@ -146,6 +147,8 @@ def run(config: MasterConfig, *, resume: Path | None = None) -> Path:
     checkpoint = None if resume is None else latest_checkpoint(resume)
     if resume is not None:
         note_changes(console, recorded_config(resume), yaml.safe_load(config.resolved_yaml()))
+    else:
+        refuse_used_checkpoints(config)
     started = time.monotonic()
     with progress(console, "importing NeMo-RL"):
         patched = import_nemo_rl()
@@ -254,7 +257,7 @@ def checkpoints_of(config: MasterConfig, run_dir: Path, resume: Path | None) -> 
     if resume is not None:
         recorded = recorded_config(resume)["checkpointing"]["checkpoint_dir"]
     folder = checkpoint_folder(recorded, run_dir)
-    if resume is None and any(folder.glob("step_*")):
+    if resume is None and config.checkpointing.enabled and any(folder.glob("step_*")):
         raise UserError(f"{folder} already holds checkpoints; set another checkpointing.checkpoint_dir, or --resume")
     return folder
 

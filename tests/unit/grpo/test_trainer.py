@@ -189,6 +189,9 @@ def test_new_run_refuses_a_used_folder(tmp_path):
     train(replace(SETTINGS, grpo=replace(GRPO, max_num_steps=2)), tmp_path)
     with pytest.raises(UserError, match=r"already holds checkpoints \(step_2\).*--resume"):
         train(SETTINGS, tmp_path)
+    without = replace(SETTINGS, checkpointing=replace(SETTINGS.checkpointing, enabled=False))
+    train(without, tmp_path)  # mixes with nothing
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
 
 
 def test_finished_run_has_nothing_to_resume(tmp_path):

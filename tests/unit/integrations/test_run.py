@@ -88,6 +88,8 @@ def test_a_new_run_does_not_mix_with_old_checkpoints(run_dir, tmp_path, config):
     write_checkpoint(tmp_path / "other" / "exp_002", 1)
     with pytest.raises(UserError, match="already holds checkpoints"):
         checkpoints_of(config, run_dir, None)
+    section = config.checkpointing.model_copy(update={"enabled": False})
+    checkpoints_of(config.model_copy(update={"checkpointing": section}), run_dir, None)  # writes none
 
 
 def test_a_resumed_run_drops_the_records_it_will_make_again(run_dir, tmp_path, config):
