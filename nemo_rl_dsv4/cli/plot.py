@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     from rich.table import Table
+    from rich.text import Text
 
     from nemo_rl_dsv4.utils.compare import draw_comparison, summarize_run, training_records
     from nemo_rl_dsv4.utils.console import make_console
@@ -66,7 +67,9 @@ def _compare(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"plots": str(out), "runs": rows}))
         return OK
-    table = Table("", *names)
+    table = Table("")
+    for name in names:
+        table.add_column(Text(name))
     for number in dict.fromkeys(key for row in rows.values() for key in row):
         table.add_row(number, *(f"{row[number]:.4g}" if number in row else "" for row in rows.values()))
     console = make_console()

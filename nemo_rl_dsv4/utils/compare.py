@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,19 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.utils.console import phase_seconds
 from nemo_rl_dsv4.utils.metrics_file import read_steps
-from nemo_rl_dsv4.utils.plots import COLORS, INK, PHASE_COLORS, running_mean, save_png, series, style_axes, with_colors
+from nemo_rl_dsv4.utils.plots import (
+    COLORS,
+    INK,
+    PHASE_COLORS,
+    drawable,
+    mean,
+    on_log_axis,
+    running_mean,
+    save_png,
+    series,
+    style_axes,
+    with_colors,
+)
 from nemo_rl_dsv4.utils.run_folder import metrics_of
 
 if TYPE_CHECKING:
@@ -71,12 +84,13 @@ def summarize_run(records: Sequence[Record]) -> dict[str, float]:
         values = [record[name] for record in steps if record.get(name) is not None]
         if not values:
             continue
-        row[f"{label}, step 1"], row[f"{label}, mean"] = values[0], statistics.fmean(values)
+        row[f"{label}, step 1"], row[f"{label}, mean"] = values[0], mean(values)
         ends = min(ENDS, len(values) // 3)
-        if ends and (first := statistics.fmean(values[:ends])) != 0:
-            row[f"{label}, drift"] = statistics.fmean(values[-ends:]) / first
+        first, last = (mean(values[:ends]), mean(values[-ends:])) if ends else (0.0, 0.0)
+        if first != 0 and math.isfinite(last / first):
+            row[f"{label}, drift"] = last / first
     rewards = [record["train/reward"] for record in steps]
-    row["reward, first 5"], row["reward, last 5"] = statistics.fmean(rewards[:5]), statistics.fmean(rewards[-5:])
+    row["reward, first 5"], row["reward, last 5"] = mean(rewards[:5]), mean(rewards[-5:])
     accuracies = [record["validation/accuracy"] for record in records if record.get("validation/accuracy") is not None]
     if accuracies:
         row["accuracy, first"], row["accuracy, last"] = accuracies[0], accuracies[-1]
@@ -113,6 +127,7 @@ def draw_comparison(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
 
     figure = Figure(figsize=(17.0, 7.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
+    runs = {name: drawable(records) for name, records in runs.items()}
     axes = list(figure.subplots(2, 4).flat)
     for panel, (title, name, log) in zip(axes, PANELS, strict=False):
         _lines(panel, runs, title, name, log=log)
@@ -120,7 +135,9 @@ def draw_comparison(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     fitting = int(figure.get_figwidth() * 72 / (6.2 * max(map(len, labels)) + 50))  # points, as the font's size
     columns = max(1, min(len(labels), fitting))
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=10)
+    legend = figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=10)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_png(figure, path)
@@ -130,11 +147,11 @@ def draw_comparison(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
 
 def _lines(axes: Axes, runs: Mapping[str, Sequence[Record]], title: str, name: str, *, log: bool) -> None:
     style_axes(axes, title, "step")
-    for (label, records), color in zip(runs.items(), COLORS, strict=False):
-        steps, values = series(list(map(dict, records)), name)
+    for (run, records), color in zip(runs.items(), COLORS, strict=False):
+        label = f" {run}" if run.startswith("_") else run  # matplotlib hides what begins with an underscore
+        steps, values = series(records, name)
         if log:
-            kept = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
-            steps, values = [s for s, _ in kept], [v for _, v in kept]
+            steps, values = on_log_axis(steps, values)
         if len(values) > 3 * SMOOTHING:
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
             values = running_mean(values, SMOOTHING)
@@ -159,7 +176,8 @@ def _bars(axes: Axes, runs: Mapping[str, Sequence[Record]]) -> None:
         axes.barh(range(len(timed)), widths, left=left, color=PHASE_COLORS[name], label=name, height=0.5)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for row, run in enumerate(runs):
-        axes.text(0.01, row - 0.3, run, transform=axes.get_yaxis_transform(), color=INK, fontsize=8.5, va="bottom")
+        look = {"color": INK, "fontsize": 8.5, "va": "bottom", "parse_math": False}
+        axes.text(0.01, row - 0.3, run, transform=axes.get_yaxis_transform(), **look)
     if names:
         below = 0.05 + 0.07 * -(-len(names) // LEGEND_COLUMNS)  # share of the height that the legend takes
         axes.set_ylim((len(timed) - 0.7) + len(timed) * below / (1.0 - below), -0.7)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,8 @@ PHASE_COLORS = {
     OTHERS: "#c9d0d8",
 }
 """The same phase has the same color in every picture, and none of them is a line's; phases without one are `OTHERS`."""
+LARGEST_DRAWN = 1e200
+"""Larger values are drawn as this one, and on log axes those below its inverse as that; matplotlib's axes overflow."""
 SMOOTHING = 5
 SHOWN_PHASES = 6
 
@@ -40,6 +44,29 @@ def series(records: Sequence[Record], name: str) -> tuple[list[int], list[float]
     """Steps and values of one metric; steps without it, or where it was not finite, are left out."""
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def on_log_axis(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """The points that a log axis has, none below `1 / LARGEST_DRAWN`."""
+    points = [(step, max(value, 1 / LARGEST_DRAWN)) for step, value in zip(steps, values, strict=True) if value > 0]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Mean of at least one number, also where their sum is beyond the largest float."""
+    try:
+        return statistics.fmean(values)
+    except OverflowError:
+        shrunk = [math.ldexp(value, -64) for value in values]
+        return math.ldexp(sorted((min(shrunk), statistics.fmean(shrunk), max(shrunk)))[1], 64)
+
+
+def drawable(records: Sequence[Mapping[str, Any]]) -> list[Record]:
+    """The same records with every value within `LARGEST_DRAWN`, so that axes and sums of values stay finite."""
+    return [
+        {name: value if value is None else max(-LARGEST_DRAWN, min(LARGEST_DRAWN, value)) for name, value in r.items()}
+        for r in records
+    ]
 
 
 def running_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]:
@@ -65,10 +92,11 @@ def draw_summary(records: Sequence[Record], path: Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    records = drawable(records)
     figure = Figure(figsize=(13.5, 10.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(3, 3)
-    figure.suptitle(title, fontsize=13, color=INK, x=0.01, ha="left", fontweight="bold")
+    figure.suptitle(title, fontsize=13, color=INK, x=0.01, ha="left", fontweight="bold", parse_math=False)
     _line(axes[0, 0], records, "Reward", [("train/reward", "")], smooth=True)
     _error_band(axes[0, 0], records, "train/reward", "train/reward_stderr")
     _line(axes[0, 1], records, "Validation accuracy", [("validation/accuracy", "")], marker="o")
@@ -161,8 +189,7 @@ def _line(
     for (name, label), color, dashes in zip(lines, COLORS, ("-", (0, (3, 1.5))), strict=False):
         steps, values = series(records, name)
         if log:
-            kept = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
-            steps, values = [s for s, _ in kept], [v for _, v in kept]
+            steps, values = on_log_axis(steps, values)
         if not steps:
             continue
         drawn = True

@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.utils.metrics_file import read_steps
-from nemo_rl_dsv4.utils.plots import draw_summary, series
+from nemo_rl_dsv4.utils.plots import draw_summary, mean, series
 from nemo_rl_dsv4.utils.run_folder import CONFIG_FILE, metrics_of, write_whole
 
 Record = dict[str, Any]
@@ -46,7 +46,7 @@ def plot_run(run_dir: Path | str) -> dict[str, Path]:
         what was written: short description -> path.
 
     Raises:
-        UserError: no such folder, or no metrics in it.
+        UserError: no such folder, no metrics in it, or a `config.yaml` that is no text.
     """
     run_dir = Path(run_dir)
     metrics = metrics_of(run_dir)
@@ -54,10 +54,10 @@ def plot_run(run_dir: Path | str) -> dict[str, Path]:
     if not records:
         raise UserError(f"{metrics} holds no finished step yet; nothing to plot")
     title = f"{run_dir.resolve().parent.name}/{run_dir.resolve().name}"
-    picture, report = run_dir / "summary.png", run_dir / "report.html"
+    picture, report, recipe = run_dir / "summary.png", run_dir / "report.html", _config_text(run_dir)
     try:
         draw_summary(records, picture, title)
-        write_whole(report, render_report(records, picture.read_bytes(), _config_text(run_dir), title))
+        write_whole(report, render_report(records, picture.read_bytes(), recipe, title))
     except OSError as error:
         raise UserError(f"{run_dir}: cannot write the plots there ({error.strerror})") from error
     return {"plots": picture, "report": report}
@@ -83,11 +83,16 @@ def table(records: Sequence[Record]) -> list[tuple[str, ...]]:
     for heading, name, form in ROWS:
         _, values = series(records, name)
         if values:
-            numbers = (values[0], values[-1], sum(values) / len(values), min(values), max(values))
+            numbers = (values[0], values[-1], mean(values), min(values), max(values))
             rows.append((heading, *(format(number, form) for number in numbers)))
     return rows
 
 
 def _config_text(run_dir: Path) -> str:
     path = run_dir / CONFIG_FILE
-    return path.read_text(encoding="utf-8") if path.is_file() else "config.yaml is missing in this folder"
+    if not path.is_file():
+        return "config.yaml is missing in this folder"
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as UTF-8 text ({error}); restore the recipe or remove it") from error

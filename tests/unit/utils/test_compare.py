@@ -153,3 +153,24 @@ def test_legends_are_inside_the_picture_and_off_the_bars(monkeypatch, tmp_path) 
     (names_of_runs,) = figure.legends
     extent = names_of_runs.get_window_extent()
     assert figure.bbox.x0 <= extent.x0 and extent.x1 <= figure.bbox.x1 and extent.y1 <= figure.bbox.y1
+
+
+@pytest.mark.parametrize("names", [("_a", "_b"), (r"x$\bad$", r"y$\bad$"), ("[red]", "[/x]")])
+def test_any_names_of_folders_can_be_compared(tmp_path, capsys, names) -> None:
+    """Each ended in a traceback: names that matplotlib hides or reads as formulas, or that rich reads as markup."""
+    for name in names:
+        write(tmp_path / name, RECORDS)
+    assert main(["plot", *(str(tmp_path / name) for name in names), "--out", str(tmp_path / "c.png")]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in names)
+
+
+def test_the_largest_floats_are_compared(tmp_path, capsys) -> None:
+    """OverflowError of statistics, and a drift of inf, which is no JSON."""
+    values = [1e-300, 1e-300, 1e-300, 1.7e308, 1.7e308, 1.7e308]
+    for name in "ab":
+        write(tmp_path / name, [step(number, k3) for number, k3 in enumerate(values)])
+    words = [str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "c.png"), "--json"]
+    assert main(["plot", *words]) == 0
+    row = json.loads(capsys.readouterr().out)["runs"]["a"]
+    assert row["k3, mean"] == pytest.approx(0.85e308) and "k3, drift" not in row

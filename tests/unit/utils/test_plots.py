@@ -1,20 +1,25 @@
 """Pictures and the report."""
 
 import base64
+import json
+import math
 import os
 import re
+import statistics
+import sys
 
 import pytest
 from matplotlib.image import imread
 
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.utils import plots
-from nemo_rl_dsv4.utils.metrics_file import append_step, read_steps
-from nemo_rl_dsv4.utils.plots import running_mean, series, values_with_error
+from nemo_rl_dsv4.utils.metrics_file import append_step, keep_steps_up_to, read_steps
+from nemo_rl_dsv4.utils.plots import mean, running_mean, series, values_with_error
 from nemo_rl_dsv4.utils.report import plot_run, table
 
 
 def write_run(folder, steps=12):
+    folder.mkdir(exist_ok=True)
     for step in range(steps):
         metrics = {
             "train/reward": 0.3 + 0.01 * step,
@@ -159,3 +164,76 @@ def test_a_text_among_the_numbers_is_named_with_its_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n{"step": 2, "train/reward": "high"}\n')
     with pytest.raises(UserError, match=r"metrics.jsonl: line 2: train/reward is 'high'; wanted a number"):
         plot_run(tmp_path)
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"train/reward": HUGE}, f"train/reward is {'1' + 39 * '0'}...; wanted a finite number or null"),
+        ({"timing/train/total_step_time": HUGE}, f"timing/train/total_step_time is {'1' + 39 * '0'}...; wanted a"),
+        ({"train/loss": math.inf}, "train/loss is inf; wanted a finite number or null"),
+        ({"timing/train/generation": -math.inf}, "timing/train/generation is -inf; wanted a finite number or null"),
+        ({"timing/train/generation": -1}, "timing/train/generation is -1; wanted 0 to 1e+09 seconds"),
+        ({"timing/train/generation": 1.7e308}, "timing/train/generation is 1.7e+308; wanted 0 to 1e+09 seconds"),
+        ({"validation/accuracy_stderr": -0.1}, "validation/accuracy_stderr is -0.1; wanted a standard error, 0 or"),
+        ({"step": 1}, "step is 1 after step 1; wanted steps that go up"),
+        ({"step": 0}, "step is 0 after step 1; wanted steps that go up"),
+        ({"step": -1}, "step is -1; wanted 0 to 2147483647"),
+        ({"step": HUGE}, f"step is {'1' + 39 * '0'}...; wanted 0 to 2147483647"),
+    ],
+)
+def test_what_no_run_writes_is_named_with_its_line(tmp_path, values, found):
+    """Most ended in a traceback of matplotlib or statistics; steps that repeat were drawn as a line that turns back."""
+    lines = [{"step": 1, "train/reward": 0.5}, {"step": 2, "train/reward": 0.5, **values}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError) as error:
+        plot_run(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'metrics.jsonl'}: line 2: {found}")
+
+
+def test_nan_is_the_null_that_a_run_writes(tmp_path):
+    """NaN among the seconds ended in a traceback, and resuming such a run did."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": s, "train/reward": 0.5, "timing/train/generation": math.nan if s else 2.0} for s in range(3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [record["timing/train/generation"] for record in read_steps(path)] == [2.0, None, None]
+    assert plot_run(tmp_path)["plots"].stat().st_size > 10_000
+    assert keep_steps_up_to(path, 1) == 2 and "NaN" not in path.read_text()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("largest", [1.7e308, sys.float_info.max])
+def test_the_largest_floats_are_drawn(tmp_path, largest):
+    """`arange: cannot compute length`, and the mean in the report was inf."""
+    for step in range(12):
+        sign = 1.0 if step % 2 else -1.0
+        values = {"train/reward": sign * largest, "train/reward_stderr": largest, "train/loss": largest}
+        values |= {"train/gen_kl_error": largest if step % 2 else 5e-324, "rollout_corr/kl": -largest}
+        append_step(tmp_path / "metrics.jsonl", step, values)
+    assert plot_run(tmp_path)["plots"].stat().st_size > 10_000
+    rows = {row[0]: row[1:] for row in table(read_steps(tmp_path / "metrics.jsonl"))}
+    assert rows["Loss"] == 5 * (format(largest, ".5f"),)
+    assert rows["Reward"][2] == "0.0000"
+
+
+def test_the_mean_of_large_numbers_is_theirs():
+    assert mean([1.5e308, 1.7e308]) == pytest.approx(1.6e308)
+    assert mean([-1.7e308, -1.7e308]) == -1.7e308
+    assert mean([0.1, 0.2, 0.3]) == statistics.fmean([0.1, 0.2, 0.3])
+
+
+def test_a_recipe_that_is_no_text_is_named(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"config.yaml: cannot be read as UTF-8 text .*; restore the recipe or remove"):
+        plot_run(tmp_path)
+    assert not (tmp_path / "summary.png").exists()
+
+
+def test_a_folder_whose_name_is_no_formula_is_drawn(tmp_path):
+    r"""`$\bad$` in a name was read as one."""
+    write_run(tmp_path / r"$\bad$")
+    assert plot_run(tmp_path / r"$\bad$")["plots"].stat().st_size > 10_000
