@@ -8,7 +8,7 @@ window layers use `rope_theta` without YaRN, compressed layers `compress_rope_th
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,18 +65,29 @@ _SHARED_KEYS = (
     "attention_dropout",
     "tie_word_embeddings",
 )
-_OPTIONAL_KEYS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(
-        ("routed_scaling_factor", "swiglu_limit", "rms_norm_eps", "hc_eps", "initializer_range"), (int, float)
-    ),
-    **dict.fromkeys(("scoring_func", "hidden_act"), str),
-    "norm_topk_prob": bool,
+_POSITIVE_NUMBERS = ("routed_scaling_factor", "swiglu_limit", "rms_norm_eps", "hc_eps", "initializer_range")
+_DTYPES = tuple(f"{prefix}{name}" for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32"))
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "scoring_func": ("sqrtsoftplus",),
+    "norm_topk_prob": (True,),
+    "num_key_value_heads": (1,),
+    "attention_bias": (False,),
+    "tie_word_embeddings": (False,),
+    "topk_method": ("noaux_tc", None),
+    "expert_dtype": ("fp4", "fp8", None),
+    "torch_dtype": (*_DTYPES, None),
+    "dtype": (*_DTYPES, None),
 }
-"""Keys with a default in both models, which a null would bypass in one of them."""
+"""Values of optional keys that both models, or the checkpoint's readers, know; null only where it is the default."""
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+LARGEST_SIZE, MOST_LAYERS, MOST_EXPERTS = 2**24, 1024, 2**18
+"""Of a size, of layers, and of the routed experts of all layers; V4-Pro has 23,424. Names are listed one by one."""
+MOST_SINKHORN_STEPS = 1000
 KNOWN_KEYS = (
     *_SIZES,
     *_SHARED_KEYS,
-    *("model_type", "compress_ratios", "num_hash_layers", "num_nextn_predict_layers", "expert_dtype"),
+    *("model_type", "compress_ratios", "num_hash_layers", "num_nextn_predict_layers", "expert_dtype", "topk_method"),
     *("rope_theta", "compress_rope_theta", "rope_scaling", "rope_parameters", "quantization_config", "torch_dtype"),
 )
 """Keys of config.json that are read here or by the checkpoint's readers."""
@@ -104,10 +115,12 @@ def read_config(
         for_training: refuse multi-token prediction, see `config_problems`.
 
     Raises:
-        UserError: the file is missing or no JSON object, or see `validate_config`.
+        UserError: the file is missing or no JSON object, or every problem of `config_problems`, a line each.
     """
     config = read_config_file(directory, overrides)
-    validate_config(config, for_training=for_training)
+    problems = config_problems(config, for_training=for_training)
+    if problems:
+        raise UserError("\n".join(f"{directory}/{problem}" for problem in problems))
     return config
 
 
@@ -136,16 +149,10 @@ def config_problems(config: Mapping[str, Any], *, for_training: bool = True) -> 
     found: list[str] = []
     if config.get("model_type") != "deepseek_v4":
         found.append(f"model_type is {config.get('model_type')!r}; wanted 'deepseek_v4'")
-    sizes = {key: config.get(key) for key in _SIZES}
-    wrong = [key for key, value in sizes.items() if not _is_whole(value) or value < 1]  # type: ignore[operator]
-    found += [f"{key} is {sizes[key]!r}; wanted a positive integer" for key in wrong]
-    for key, kind in _OPTIONAL_KEYS.items():
-        value = config.get(key, _ABSENT)
-        if value is not _ABSENT and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            wanted = "true or false" if kind is bool else "text" if kind is str else "a number"
-            found.append(f"{key} is {value!r}; wanted {wanted}, or leave the key out for the default")
-
-    found += [f"{key} is {value}; wanted a finite number" for key, value in _not_finite(config)]
+    wrong = [key for key in _SIZES if not _is_whole(config.get(key), 1, _most(key))]
+    found += [f"{key} is {_short(config.get(key))}; wanted a whole number, 1 to {_most(key)}" for key in wrong]
+    found += _optional_problems(config)
+    found += [f"{key} is {_short(value)}; wanted a finite number" for key, value in _not_finite(config)]
 
     def usable(*keys: str) -> bool:
         return not any(key in wrong for key in keys)
@@ -160,15 +167,21 @@ def config_problems(config: Mapping[str, Any], *, for_training: bool = True) -> 
         found.append(
             f"num_experts_per_tok {config['num_experts_per_tok']} exceeds n_routed_experts {config['n_routed_experts']}"
         )
+    if usable("num_hidden_layers", "n_routed_experts"):
+        layers, experts = config["num_hidden_layers"], config["n_routed_experts"]
+        if layers * experts > MOST_EXPERTS:
+            found.append(
+                f"n_routed_experts is {experts} in each of {layers} layers; wanted at most {MOST_EXPERTS} in all layers"
+            )
+    if usable("vocab_size"):
+        found += _token_problems(config, config["vocab_size"])
     if usable("head_dim", "qk_rope_head_dim"):
         found += _rope_dim_problems(config["head_dim"], config["qk_rope_head_dim"])
     if config.get("attention_dropout") not in (None, 0):
         found.append(f"attention_dropout is {config['attention_dropout']!r}; wanted 0, since an engine drops nothing")
-    if config.get("tie_word_embeddings"):
-        found.append("tie_word_embeddings is true; DeepSeek-V4 has its own head, set it to false")
     predicted = config.get("num_nextn_predict_layers", 0)
-    if not _is_whole(predicted) or predicted < 0:
-        found.append(f"num_nextn_predict_layers is {predicted!r}; wanted 0 or a positive integer")
+    if not _is_whole(predicted, 0, MOST_LAYERS):
+        found.append(f"num_nextn_predict_layers is {_short(predicted)}; wanted a whole number, 0 to {MOST_LAYERS}")
     elif for_training and predicted != 0:
         found.append(
             f"num_nextn_predict_layers is {predicted!r}; the policy trains without multi-token prediction, set "
@@ -194,9 +207,40 @@ def validate_config(config: Mapping[str, Any], *, for_training: bool = True) -> 
         raise UserError("\n".join(problems))
 
 
+def _optional_problems(config: Mapping[str, Any]) -> list[str]:
+    """Keys with a default in both models, where they are given."""
+    found: list[str] = []
+    for key, choices in _CHOICES.items():
+        value = config.get(key, choices[0])
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            wanted = " or ".join(json.dumps(choice) for choice in choices if choice is not None)
+            found.append(f"{key} is {_short(value)}; wanted {wanted}, or leave the key out for the default")
+    for key in _POSITIVE_NUMBERS:
+        value = config.get(key, 1.0)
+        if not _is_number(value, above=0):
+            found.append(f"{key} is {_short(value)}; wanted a positive number, or leave the key out for the default")
+    steps = config.get("hc_sinkhorn_iters", 1)
+    if not _is_whole(steps, 1, MOST_SINKHORN_STEPS):
+        found.append(f"hc_sinkhorn_iters is {_short(steps)}; wanted a whole number, 1 to {MOST_SINKHORN_STEPS}")
+    return found
+
+
+def _token_problems(config: Mapping[str, Any], vocabulary: int) -> list[str]:
+    """Special tokens are null or in the vocabulary; there may be several that end a text."""
+    found: list[str] = []
+    for key in _TOKEN_IDS:
+        value = config.get(key)
+        ids = [] if value is None else [value]
+        if key == "eos_token_id" and isinstance(value, list | tuple) and value:
+            ids = value
+        if not all(_is_whole(token, 0, vocabulary - 1) for token in ids):
+            found.append(f"{key} is {_short(value)}; wanted a token of the vocabulary, 0 to {vocabulary - 1}, or null")
+    return found
+
+
 def _not_finite(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Key path and value of each NaN or infinity, which Python's JSON reads though JSON has neither."""
-    if isinstance(value, float) and not math.isfinite(value):
+    """Key path and value of each NaN, infinity (which Python's JSON reads) and integer beyond the largest float."""
+    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
         yield key, value
     elif isinstance(value, Mapping):
         for name, inner in value.items():
@@ -206,8 +250,24 @@ def _not_finite(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
             yield from _not_finite(inner, f"{key}[{number}]")
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_whole(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_number(value: Any, above: float) -> bool:
+    """Whether this converts to a float above a bound; NaN and infinity are left to `_not_finite`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= above:
+        return False
+    return isinstance(value, float) or value <= sys.float_info.max
+
+
+def _most(key: str) -> int:
+    return {"num_hidden_layers": MOST_LAYERS, "n_routed_experts": MOST_EXPERTS}.get(key, LARGEST_SIZE)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _layer_problems(config: Mapping[str, Any], layers: int) -> list[str]:
@@ -215,12 +275,14 @@ def _layer_problems(config: Mapping[str, Any], layers: int) -> list[str]:
     found: list[str] = []
     ratios, hashed = config.get("compress_ratios"), config.get("num_hash_layers")
     if not isinstance(ratios, list | tuple) or len(ratios) < layers:
-        found.append(f"compress_ratios is {ratios!r}; wanted one of 0, 4, 128 for each of {layers} layers")
+        found.append(f"compress_ratios is {_short(ratios)}; wanted one of 0, 4, 128 for each of {layers} layers")
     else:
-        wrong = [ratio for ratio in ratios[:layers] if not _is_whole(ratio) or ratio not in LAYER_TYPES]
-        found += [f"compress_ratios holds {wrong[0]!r}; wanted 0, 4 or 128"] if wrong else []
-    if not _is_whole(hashed) or not 0 <= hashed <= layers:  # type: ignore[operator]
-        found.append(f"num_hash_layers is {hashed!r}; wanted 0 to {layers}")
+        wrong = [
+            ratio for ratio in ratios[:layers] if not _is_whole(ratio, 0, max(LAYER_TYPES)) or ratio not in LAYER_TYPES
+        ]
+        found += [f"compress_ratios holds {_short(wrong[0])}; wanted 0, 4 or 128"] if wrong else []
+    if not _is_whole(hashed, 0, layers):
+        found.append(f"num_hash_layers is {_short(hashed)}; wanted 0 to {layers}")
     return found
 
 
@@ -253,8 +315,8 @@ def rope_settings(config: Mapping[str, Any]) -> RopeSettings:
         theta, compress_theta = config.get("rope_theta"), config.get("compress_rope_theta")
         scaling = config.get("rope_scaling") or nested or {}
     for key, value in (("rope_theta", theta), ("compress_rope_theta", compress_theta)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise UserError(f"config.json: {key} is {value!r}; wanted a positive number")
+        if not _is_number(value, above=1):
+            raise UserError(f"config.json: {key} is {_short(value)}; wanted a number above 1, the base of the angles")
     assert theta is not None and compress_theta is not None
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
@@ -263,14 +325,19 @@ def rope_settings(config: Mapping[str, Any]) -> RopeSettings:
         raise UserError(f"config.json: RoPE scaling type is {kind!r}; wanted 'yarn' or 'default'")
     yarn = {"beta_fast": 32, "beta_slow": 1, **{key: scaling[key] for key in _YARN_KEYS if key in scaling}}
     for key in _YARN_KEYS:
-        if not isinstance(yarn.get(key), int | float) or yarn[key] <= 0:
-            raise UserError(f"config.json: rope_scaling.{key} is {yarn.get(key)!r}; wanted a positive number")
+        if not _is_number(yarn.get(key), above=0):
+            raise UserError(f"config.json: rope_scaling.{key} is {_short(yarn.get(key))}; wanted a positive number")
     return RopeSettings(float(theta), float(compress_theta), yarn)
 
 
 def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
     validate_config(config)
-    return {key: config[key] for key in _SHARED_KEYS if key in config}
+    floats = (*_POSITIVE_NUMBERS, "attention_dropout")  # transformers takes no integers for them
+    return {
+        key: float(config[key]) if key in floats else config[key]
+        for key in _SHARED_KEYS
+        if config.get(key) is not None or (key in _TOKEN_IDS and key in config)
+    }
 
 
 def automodel_config(config: Mapping[str, Any], dtype: torch.dtype | None = None) -> AutoModelConfig:

@@ -40,7 +40,7 @@ SMOOTHING = 5
 SHOWN_PHASES = 6
 
 
-def series(records: Sequence[Record], name: str) -> tuple[list[int], list[float]]:
+def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric; steps without it, or where it was not finite, are left out."""
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from nemo_rl_dsv4.model.checkpoint_format import (
     automodel_config,
     transformers_config,
 )
+from nemo_rl_dsv4.model.hf_config import config_problems, read_config
+from nemo_rl_dsv4.model.known_models import KNOWN_MODELS
 from nemo_rl_dsv4.model.official_names import (
     check_names,
     expected_tensors,
@@ -180,7 +184,7 @@ def test_mtp_is_told_by_its_keys_not_its_prefix() -> None:
     ("change", "message"),
     [
         ({"model_type": "deepseek_v3"}, "model_type is 'deepseek_v3'"),
-        ({"hidden_size": "128"}, "hidden_size is '128'; wanted a positive integer"),
+        ({"hidden_size": "128"}, "hidden_size is '128'; wanted a whole number, 1 to 16777216"),
         ({"compress_ratios": [0, 0, 4]}, "compress_ratios .* wanted one of 0, 4, 128 for each of 5 layers"),
         ({"compress_ratios": [0, 0, 4, 64, 4]}, "compress_ratios holds 64"),
         ({"o_groups": 3}, "num_attention_heads 4 is not a multiple of o_groups 3"),
@@ -191,13 +195,60 @@ def test_mtp_is_told_by_its_keys_not_its_prefix() -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "RoPE scaling type is 'linear'"),
         ({"rope_scaling": {"type": "yarn", "factor": 16}}, "rope_scaling.original_max_position_embeddings is None"),
         ({"rope_theta": None}, "rope_theta is None"),
-        ({"routed_scaling_factor": None}, "routed_scaling_factor is None; wanted a number, or leave the key out"),
-        ({"swiglu_limit": None}, "swiglu_limit is None; wanted a number"),
-        ({"norm_topk_prob": None}, "norm_topk_prob is None; wanted true or false"),
-        ({"scoring_func": None}, "scoring_func is None; wanted text"),
+        ({"routed_scaling_factor": None}, "routed_scaling_factor is None; wanted a positive number, or leave the key"),
+        ({"swiglu_limit": None}, "swiglu_limit is None; wanted a positive number"),
+        ({"norm_topk_prob": None}, "norm_topk_prob is None; wanted true, or leave the key"),
+        ({"scoring_func": None}, 'scoring_func is None; wanted "sqrtsoftplus"'),
+        ({"n_routed_experts": 2**40}, "n_routed_experts is 1099511627776; wanted a whole number, 1 to 262144"),
+        ({"n_routed_experts": 2**17}, "n_routed_experts is 131072 in each of 5 layers; wanted at most 262144 in all"),
+        ({"num_hidden_layers": 1025}, "num_hidden_layers is 1025; wanted a whole number, 1 to 1024"),
+        ({"num_nextn_predict_layers": 2**40}, "num_nextn_predict_layers is 1099511627776; wanted a whole number, 0"),
+        ({"vocab_size": 2**40}, "vocab_size is 1099511627776; wanted a whole number, 1 to 16777216"),
+        ({"hidden_act": "bogus"}, "hidden_act is 'bogus'; wanted \"silu\", or leave the key out"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; wanted \"sqrtsoftplus\""),
+        ({"topk_method": "x"}, "topk_method is 'x'; wanted \"noaux_tc\""),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False; wanted true"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2; wanted 1"),
+        ({"attention_bias": True}, "attention_bias is True; wanted false"),
+        ({"attention_bias": None}, "attention_bias is None; wanted false"),
+        ({"tie_word_embeddings": 0}, "tie_word_embeddings is 0; wanted false"),
+        ({"expert_dtype": "int4"}, 'expert_dtype is \'int4\'; wanted "fp4" or "fp8"'),
+        ({"torch_dtype": "bogus"}, 'torch_dtype is \'bogus\'; wanted "bfloat16" or "float16" or "float32"'),
+        ({"dtype": 16}, 'dtype is 16; wanted "bfloat16"'),
+        ({"swiglu_limit": 0}, "swiglu_limit is 0; wanted a positive number"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06; wanted a positive number"),
+        ({"initializer_range": 0.0}, "initializer_range is 0.0; wanted a positive number"),
+        ({"hc_eps": 10**400}, "hc_eps is 1000"),
+        ({"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters is 0; wanted a whole number, 1 to 1000"),
+        ({"hc_sinkhorn_iters": -1}, "hc_sinkhorn_iters is -1; wanted a whole number, 1 to 1000"),
+        ({"compress_rope_theta": 1}, "compress_rope_theta is 1; wanted a number above 1"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"bos_token_id": 2**40}, "bos_token_id is 1099511627776; wanted a token of the vocabulary, 0 to"),
+        ({"eos_token_id": [1, -1]}, r"eos_token_id is \[1, -1\]; wanted a token of the vocabulary"),
+        ({"pad_token_id": True}, "pad_token_id is True; wanted a token of the vocabulary"),
     ],
 )
 def test_wrong_configs_name_the_key(change: dict[str, Any], message: str, tiny_config: dict[str, Any]) -> None:
     for build in (automodel_config, transformers_config):
         with pytest.raises(UserError, match=message):
             build({**tiny_config, **change})
+
+
+def test_whole_numbers_are_numbers_and_a_null_is_the_default(tiny_config: dict[str, Any]) -> None:
+    """transformers ended in its own traceback for `swiglu_limit: 10`, and for a dropout of null."""
+    change = {"swiglu_limit": 10, "routed_scaling_factor": 2, "attention_dropout": None, "eos_token_id": [1, 2]}
+    for build in (automodel_config, transformers_config):
+        config = build({**tiny_config, **change, "bos_token_id": None, "torch_dtype": "torch.bfloat16"})
+        assert (config.swiglu_limit, config.routed_scaling_factor, config.attention_dropout) == (10.0, 2.0, 0.0)
+        assert type(config.swiglu_limit) is float and config.eos_token_id == [1, 2] and config.bos_token_id is None
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN_MODELS))
+def test_the_released_configs_have_no_problem(name: str) -> None:
+    assert config_problems(KNOWN_MODELS[name], for_training=False) == []
+
+
+def test_a_config_file_that_is_wrong_is_named(tmp_path: Path, tiny_config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_config, "hidden_act": "bogus"}), encoding="utf-8")
+    with pytest.raises(UserError, match=f"^{tmp_path}/config.json: hidden_act is 'bogus'; wanted"):
+        read_config(tmp_path)

@@ -133,6 +133,16 @@ def test_numbers_of_the_config_must_be_finite(folder: Path) -> None:
     ]
 
 
+def test_sizes_beyond_any_model_are_refused_before_names_are_listed(folder: Path) -> None:
+    """2^40 experts were written out by name until the process was killed."""
+    edit_config(folder, n_routed_experts=2**40)
+    found = check_checkpoint(folder)
+    assert found.problems[0].message == (
+        f"{folder}/config.json: n_routed_experts is 1099511627776; wanted a whole number, 1 to 262144"
+    )
+    assert found.config is None and not found.shapes
+
+
 def test_a_missing_shard_is_one_problem(folder: Path) -> None:
     shard = shard_of(folder, f"{EXPERT}.weight")
     shard.unlink()
