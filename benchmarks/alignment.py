@@ -26,10 +26,14 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from arguments import at_least, not_negative
+
+from nemo_rl_dsv4.cli.guard import guarded
 from nemo_rl_dsv4.data.chat import encode_chat, prompt_messages
 from nemo_rl_dsv4.data.datasets import build_dataset
 from nemo_rl_dsv4.data.tokenizer import load_tokenizer
-from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.reference import ReferenceEngine
 from nemo_rl_dsv4.generation.sampling import SamplingParams
 from nemo_rl_dsv4.grpo.metrics import mismatch_metrics
@@ -133,31 +137,29 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path, help="folder of a tiny checkpoint")
     parser.add_argument("--profile", default="vllm-hopper", help="rollout profile (default: vllm-hopper)")
     parser.add_argument("--precision", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--rows", type=int, default=32, help="short sequences; a quarter as many long ones")
-    parser.add_argument("--new-tokens", type=int, default=32, help="sampled tokens a sequence")
-    parser.add_argument("--noise", type=float, default=1e-3, help="relative noise on every weight (default: 1e-3)")
+    parser.add_argument("--rows", type=at_least(1), default=32, help="short sequences; a quarter as many long ones")
+    parser.add_argument("--new-tokens", type=at_least(1), default=32, help="sampled tokens a sequence")
+    parser.add_argument(
+        "--noise", type=not_negative, default=1e-3, help="relative noise on every weight (default: 1e-3)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
-    try:
-        config = read_config(args.checkpoint, {"rope_scaling": YARN})
-        state = moved(read_release_checkpoint(args.checkpoint), args.noise)
-        dtype = resolve_dtype(args.precision)
-        engine = ReferenceEngine(config, get_profile(args.profile), dtype=dtype)
-        # The trainer's parameters are in its precision, and those are what a refit sends.
-        held = build_model(automodel_config(config), dtype=dtype, seed=0)
-        held.load_state_dict(state)
-        engine.update_weights(export_weights(held.state_dict(), args.profile, unquantized=dtype))
-        batches = sample(engine, args.checkpoint, args.rows, args.new_tokens)
-        rollout = [engine.score(ids) for ids in batches]
-        rows = []
-        for label, rounding, alignment in variants():
-            started = time.perf_counter()
-            train = trainer_logprobs(config, state, args, batches, rounding, alignment)
-            rows.append({"trainer": label, **mismatch(train, rollout, args.new_tokens)})
-            print(f"{label}: {rows[-1]['k3']:.3e} ({time.perf_counter() - started:.1f} s)", file=sys.stderr)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    config = read_config(args.checkpoint, {"rope_scaling": YARN})
+    state = moved(read_release_checkpoint(args.checkpoint), args.noise)
+    dtype = resolve_dtype(args.precision)
+    engine = ReferenceEngine(config, get_profile(args.profile), dtype=dtype)
+    # The trainer's parameters are in its precision, and those are what a refit sends.
+    held = build_model(automodel_config(config), dtype=dtype, seed=0)
+    held.load_state_dict(state)
+    engine.update_weights(export_weights(held.state_dict(), args.profile, unquantized=dtype))
+    batches = sample(engine, args.checkpoint, args.rows, args.new_tokens)
+    rollout = [engine.score(ids) for ids in batches]
+    rows = []
+    for label, rounding, alignment in variants():
+        started = time.perf_counter()
+        train = trainer_logprobs(config, state, args, batches, rounding, alignment)
+        rows.append({"trainer": label, **mismatch(train, rollout, args.new_tokens)})
+        print(f"{label}: {rows[-1]['k3']:.3e} ({time.perf_counter() - started:.1f} s)", file=sys.stderr)
     tokens = sum(len(ids) for ids in batches) * args.new_tokens
     document = {"profile": args.profile, "precision": args.precision, "tokens": tokens, "rows": rows}
     if args.json:
@@ -174,4 +176,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, lower="lower --rows or --new-tokens"))

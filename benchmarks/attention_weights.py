@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from arguments import at_least
 
+from nemo_rl_dsv4.cli.guard import guarded
 from nemo_rl_dsv4.numerics import fake_quant, get_profile
 from nemo_rl_dsv4.numerics.attention import attend_with_rounded_weights
 from nemo_rl_dsv4.numerics.products import bf16_scores
@@ -209,4 +210,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, lower="lower --tokens"))

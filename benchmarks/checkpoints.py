@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +25,11 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from arguments import at_least, positive
+
+from nemo_rl_dsv4.cli.guard import guarded
 from nemo_rl_dsv4.model.checkpoint.check import CheckedCheckpoint, check_checkpoint
 from nemo_rl_dsv4.model.checkpoint.folder import FP8_CONFIG, write_index
 from nemo_rl_dsv4.model.checkpoint.read_ahead import read_ahead
@@ -191,12 +197,15 @@ def extrapolate(stored: float, decoded: float) -> None:
     print(f"  memory a rank = BF16 parameters 284e9*2/128 = {local / 1e9:.2f} GB + pieces (about 4 x 32 MiB)")
 
 
-def main() -> None:
+def main() -> int:
+    """Write, read and time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--gigabytes", type=positive, default=4.0)
     parser.add_argument("--folder", type=Path, default=None, help="where to write it (default: a temporary folder)")
-    parser.add_argument("--threads", type=int, default=1, help="reading threads")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="reading threads")
     options = parser.parse_args()
+    if options.folder is not None and not options.folder.is_dir():
+        parser.error(f"--folder {options.folder}: no such folder; make it first")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         folder = Path(place)
@@ -231,7 +240,8 @@ def main() -> None:
                     f"{seconds:>6.1f} s  peak +{peak / 1e6:>5.0f} MB = {peak / group:.2f} of the largest group"
                 )
         extrapolate(rates["warm", "stored"], rates["warm", "decoded"])
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main, lower="lower --gigabytes"))

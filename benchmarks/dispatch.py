@@ -31,6 +31,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from arguments import at_least, positive
+
+from nemo_rl_dsv4.cli.guard import guarded
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.build import CPU_BACKEND, build_model
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
@@ -284,14 +289,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dispatchers", nargs="+", choices=("torch", "deepep", "uccl_ep"), default=["torch"])
-    parser.add_argument("--world", type=int, default=2, help="ranks, each with a GPU of its own")
-    parser.add_argument("--tokens", type=int, help="of each rank (8192; 64 on CPUs)")
-    parser.add_argument("--hidden", type=int, help="(4096; 64 on CPUs)")
-    parser.add_argument("--width", type=int, help="of an expert (2048; 64 on CPUs)")
-    parser.add_argument("--experts", type=int, help="all ranks together (32; 8 on CPUs)")
-    parser.add_argument("--top-k", type=int, default=6)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which the rows so far are printed")
+    parser.add_argument("--world", type=at_least(1), default=2, help="ranks, each with a GPU of its own")
+    parser.add_argument("--tokens", type=at_least(1), help="of each rank (8192; 64 on CPUs)")
+    parser.add_argument("--hidden", type=at_least(1), help="(4096; 64 on CPUs)")
+    parser.add_argument("--width", type=at_least(1), help="of an expert (2048; 64 on CPUs)")
+    parser.add_argument("--experts", type=at_least(1), help="all ranks together (32; 8 on CPUs)")
+    parser.add_argument("--top-k", type=at_least(1), default=6)
+    parser.add_argument("--repeats", type=at_least(1), default=20)
+    parser.add_argument("--limit", type=positive, default=120.0, help="seconds after which the rows so far are printed")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     cpu = options.device == "cpu"
@@ -299,6 +304,8 @@ def main() -> int:
         setattr(options, key, getattr(options, key) or sizes[cpu])
     if options.experts % options.world:
         parser.error(f"--experts {options.experts} does not divide over {options.world} ranks")
+    if options.top_k > options.experts:
+        parser.error(f"--top-k {options.top_k}: wanted at most the {options.experts} experts (--experts)")
     if not cpu and torch.cuda.device_count() < options.world:
         parser.error(f"{torch.cuda.device_count()} GPUs here; wanted {options.world}, or --device cpu")
     rows = run(options)
@@ -311,4 +318,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, lower="lower --tokens, --hidden, --width or --experts"))

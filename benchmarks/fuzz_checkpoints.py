@@ -24,6 +24,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from arguments import at_least
+
+from nemo_rl_dsv4.cli.guard import guarded
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.checkpoint_format import AUTOMODEL
 from nemo_rl_dsv4.model.official_names import expected_tensors, tensor_kind
@@ -355,8 +360,8 @@ def fuzz(count: int, seed: int, folder: Path) -> tuple[dict[str, Counter[str]], 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=2000, help="damaged checkpoints (default 2000)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=at_least(1), default=2000, help="damaged checkpoints (default 2000)")
+    parser.add_argument("--seed", type=at_least(0), default=0)
     options = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -370,4 +375,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -10,6 +10,7 @@ of a copy of the same bytes (streams read and written, the layer's output read).
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,12 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from arguments import at_least
+
+from nemo_rl_dsv4.cli.guard import guarded
+from nemo_rl_dsv4.generation.vllm_settings import check_hidden_size
 from nemo_rl_dsv4.numerics.hyper_connections import (
     mix_streams,
     mix_streams_forward,
@@ -179,20 +185,26 @@ def against_vllm(tokens: int, width: int) -> None:
     compare("first layer", copies, tuple(found), sums)  # pyright: ignore[reportArgumentType]
 
 
-def main() -> None:
+def main() -> int:
+    """Measure, or compare with vLLM."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--tokens", type=at_least(1), default=8192)
+    parser.add_argument("--width", type=at_least(1), default=4096)
     parser.add_argument("--vllm", action="store_true", help="compare with the kernels of the installed vLLM")
     args = parser.parse_args()
+    if args.vllm and importlib.util.find_spec("vllm") is None:
+        parser.error("--vllm: no vllm in this environment; wanted vLLM 0.26.0, start it with that one's interpreter")
+    if args.vllm:
+        check_hidden_size(args.width, "--width")
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/hyper_connections.py needs a GPU: torch.cuda.is_available() is False")
+        parser.error("torch sees 0 GPUs here; wanted one")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.tokens} tokens, width {args.width}")
     if args.vllm:
         against_vllm(min(args.tokens, 2048), args.width)
     else:
         speed(args.tokens, args.width)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main, lower="lower --tokens or --width"))

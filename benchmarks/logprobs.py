@@ -16,9 +16,15 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from arguments import at_least
+
+from nemo_rl_dsv4.cli.guard import FAILED, OK, guarded
 from nemo_rl_dsv4.model.token_logprobs import AUTOMODEL_HEAD, chunked_token_logprobs, head_logits, token_logprobs
 
 
@@ -26,12 +32,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command line; sizes default to the released model's on a GPU and to small ones on a CPU."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192 if on_gpu else 1024)
-    parser.add_argument("--vocab", type=int, default=129280 if on_gpu else 32768)
-    parser.add_argument("--hidden", type=int, default=4096 if on_gpu else 256)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[0, 256, 1024, 4096] if on_gpu else [0, 64, 256])
-    parser.add_argument("--repeats", type=int, default=5 if on_gpu else 2)
-    parser.add_argument("--case", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--tokens", type=at_least(1), default=8192 if on_gpu else 1024)
+    parser.add_argument("--vocab", type=at_least(1), default=129280 if on_gpu else 32768)
+    parser.add_argument("--hidden", type=at_least(1), default=4096 if on_gpu else 256)
+    parser.add_argument(
+        "--chunks", type=at_least(0), nargs="+", default=[0, 256, 1024, 4096] if on_gpu else [0, 64, 256]
+    )
+    parser.add_argument("--repeats", type=at_least(1), default=5 if on_gpu else 2)
+    parser.add_argument("--case", type=at_least(0), default=None, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(arguments)
 
@@ -91,12 +99,12 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def main() -> int:
     """Run every case in its own process and print a table."""
     args = parse()
     if args.case is not None:
         print(json.dumps(measure(args)))
-        return
+        return OK
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if not args.json:
         print(
@@ -106,9 +114,12 @@ def main() -> None:
     sizes = [f"--{name}={getattr(args, name)}" for name in ("tokens", "vocab", "hidden", "repeats")]
     for chunk in args.chunks:
         command = [sys.executable, __file__, *sizes, f"--case={chunk}"]
-        result = json.loads(
-            subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
-        )
+        case = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if case.returncode:  # it has said why, unless the kernel ended it
+            killed = f"killed by signal {-case.returncode}; " if case.returncode < 0 else ""
+            print(f"error: {killed}the case of chunk {chunk} ended without a result", file=sys.stderr)
+            return FAILED
+        result = json.loads(case.stdout.splitlines()[-1])
         if args.json:
             print(json.dumps(result), flush=True)
             continue
@@ -118,7 +129,8 @@ def main() -> None:
             *(f"{result[name] * 1e3:.1f}" for name in ("scoring_seconds", "training_seconds")),
         ]
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    return OK
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main, lower="lower --tokens, --vocab or --hidden"))

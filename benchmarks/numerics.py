@@ -25,9 +25,12 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from arguments import at_least, not_negative, positive
 from kernel_bits import GROUP, KV, STEPS, WEIGHT, check, in_processes, same, spec_of
 
+from nemo_rl_dsv4.cli.guard import guarded
 from nemo_rl_dsv4.numerics import Quantized, QuantSpec, dequantize, fake_quant, quantize
 from nemo_rl_dsv4.numerics.blockwise import reference_dequantize, reference_quantize
 from nemo_rl_dsv4.numerics.fake_quant import reference_fake_quant
@@ -329,11 +332,21 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare bits and stop")
     parser.add_argument("--sweep", action="store_true", help="first try the launch shapes, then measure with the best")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--compile-seconds", type=float, default=3600.0, help="leave it out after so much of the run")
-    parser.add_argument("--gigabytes", type=float, default=4.0, help="size of the tensor of the CPU memory measurement")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that compile kernels")
+    parser.add_argument(
+        "--compile-seconds", type=not_negative, default=3600.0, help="leave it out after so much of the run"
+    )
+    parser.add_argument(
+        "--gigabytes", type=positive, default=4.0, help="size of the tensor of the CPU memory measurement"
+    )
+    parser.add_argument(
+        "--workers", type=at_least(1), default=os.cpu_count() or 1, help="processes that compile kernels"
+    )
     parser.add_argument("--json", type=Path, help="also write the tables here")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees 0 GPUs here; wanted one, or --device cpu")
+    if options.json is not None and (options.json.is_dir() or not options.json.resolve().parent.is_dir()):
+        parser.error(f"--json {options.json}: wanted a file in a folder that exists; make the folder first")
     compile_until = 0.0 if options.no_compile else time.monotonic() + options.compile_seconds
     tables: dict[str, list[dict]] = {}
 
@@ -358,4 +371,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, lower="lower --gigabytes"))

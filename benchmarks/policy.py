@@ -25,7 +25,11 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from arguments import at_least
+
+from nemo_rl_dsv4.cli.guard import guarded
 from nemo_rl_dsv4.model.build import CPU_BACKEND, build_model
 from nemo_rl_dsv4.model.checkpoint_format import automodel_config
 from nemo_rl_dsv4.model.fp8 import install_fp8
@@ -260,21 +264,24 @@ def product_row(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--tokens", type=int, help="of a pass, all sequences together (8192; 256 on a CPU)")
-    parser.add_argument("--sequence", type=int, help="tokens of a sequence; default: one sequence")
-    parser.add_argument("--experts", type=int, help="routed experts of a layer (32; 8 on a CPU)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--layers", type=at_least(1), default=3)
+    parser.add_argument("--tokens", type=at_least(1), help="of a pass, all sequences together (8192; 256 on a CPU)")
+    parser.add_argument("--sequence", type=at_least(1), help="tokens of a sequence; default: one sequence")
+    parser.add_argument("--experts", type=at_least(1), help="routed experts of a layer (32; 8 on a CPU)")
     parser.add_argument("--attn", choices=("tilelang", "sdpa", "skip"), help="default: tilelang, sdpa on a CPU")
     parser.add_argument("--profile-name", default="vllm-hopper", help="rollout profile to imitate")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--warm", type=int, default=3, help="passes before timing")
+    parser.add_argument("--repeats", type=at_least(1), default=10)
+    parser.add_argument("--warm", type=at_least(0), default=3, help="passes before timing")
     parser.add_argument("--dequantize-each-pass", action="store_true", help="QAT keeps codes only, no rounded copy")
     parser.add_argument("--sites", action="store_true", help="also the cost of each rounding switch alone")
     parser.add_argument("--gemms", action="store_true", help="also each product apart")
     parser.add_argument("--profile", action="store_true", help="also the kernels that take longest, by mode")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees 0 GPUs here; wanted one, or --device cpu")
+    get_profile(options.profile_name)  # refuses a name that is none
     cpu = options.device == "cpu"
     options.tokens = options.tokens or (256 if cpu else 8192)
     options.sequence = options.sequence or options.tokens
@@ -328,4 +335,4 @@ def table(rows: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, lower="lower --layers, --tokens or --experts"))

@@ -99,4 +99,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(guarded(main, lower="lower --hidden-size"))

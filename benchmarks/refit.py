@@ -30,7 +30,11 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from arguments import at_least, positive
+
+from nemo_rl_dsv4.cli.guard import guarded
 from nemo_rl_dsv4.refit.buckets import fill_buckets, write_buckets
 from nemo_rl_dsv4.refit.export import export_weights
 from nemo_rl_dsv4.refit.manifest import Entry, read_bucket
@@ -339,15 +343,18 @@ def kernels_of(work: Callable[[], Any]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--hidden", type=int, default=4096, help="multiple of 128")
-    parser.add_argument("--width", type=int, default=2048, help="of an expert, multiple of 128")
-    parser.add_argument("--bucket-gb", type=float, default=1.0)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--gpus", type=int, default=128)
-    parser.add_argument("--link", type=float, default=100.0, help="GB/s into each engine, an assumption")
+    parser.add_argument("--experts", type=at_least(1), default=256)
+    parser.add_argument("--hidden", type=at_least(1), default=4096, help="multiple of 128")
+    parser.add_argument("--width", type=at_least(1), default=2048, help="of an expert, multiple of 128")
+    parser.add_argument("--bucket-gb", type=positive, default=1.0)
+    parser.add_argument("--repeats", type=at_least(1), default=5)
+    parser.add_argument("--gpus", type=at_least(1), default=128)
+    parser.add_argument("--link", type=positive, default=100.0, help="GB/s into each engine, an assumption")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
+    for name, value in (("--hidden", options.hidden), ("--width", options.width)):
+        if value % 128:
+            parser.error(f"{name} {value}: wanted a multiple of 128, the block of FP8 weights")
     found = run(options)
     if options.json:
         print(json.dumps(found))
@@ -382,4 +389,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, lower="lower --experts, --hidden or --width"))

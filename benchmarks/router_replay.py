@@ -18,8 +18,11 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from arguments import at_least
+
 from nemo_rl_dsv4.cli.guard import guarded
-from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.reference import ReferenceEngine
 from nemo_rl_dsv4.generation.sampling import SamplingParams
 from nemo_rl_dsv4.grpo.metrics import rollout_train_k3
@@ -112,14 +115,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="release-format folder, such as the tiny recipes make")
     parser.add_argument("--profile", default="vllm-hopper", help="numerics of the rollout (default vllm-hopper)")
-    parser.add_argument("--rows", type=int, default=32, help="sequences (default 32)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed repetitions (default 3)")
+    parser.add_argument("--rows", type=at_least(1), default=32, help="sequences (default 32)")
+    parser.add_argument("--repeats", type=at_least(1), default=3, help="timed repetitions (default 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
 
     def command() -> int:
-        if args.rows < 1 or args.repeats < 1:
-            raise UserError(f"--rows is {args.rows} and --repeats {args.repeats}; wanted 1 or more of each")
         torch.set_num_threads(1)
         rows = {}
         for name, values in measure(args):
@@ -130,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(rows, indent=2))
         return 0
 
-    return guarded(command)
+    return guarded(command, lower="lower --rows")
 
 
 if __name__ == "__main__":

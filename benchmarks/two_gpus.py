@@ -489,4 +489,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(guarded(main, lower="lower --rows, --length or --micro-batch"))

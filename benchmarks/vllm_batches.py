@@ -24,6 +24,10 @@ from typing import Any
 import torch
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from arguments import at_least, positive
+
 from nemo_rl_dsv4.cli.guard import FINDING, OK, guarded
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.generation.vllm_engine import VllmEngine
@@ -99,11 +103,11 @@ def main() -> int:
     """Start the engine, measure, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, metavar="DIR")
-    parser.add_argument("--rows", type=int, default=32, help="sequences at the start (32)")
-    parser.add_argument("--spacing", type=int, default=8, help="tokens between the ends of two sequences (8)")
-    parser.add_argument("--prompt", type=int, default=27, help="tokens of a prompt (27)")
+    parser.add_argument("--rows", type=at_least(1), default=32, help="sequences at the start (32)")
+    parser.add_argument("--spacing", type=at_least(1), default=8, help="tokens between the ends of two sequences (8)")
+    parser.add_argument("--prompt", type=at_least(1), default=27, help="tokens of a prompt (27)")
     parser.add_argument("--profile", default="vllm-hopper", help="rollout profile (vllm-hopper)")
-    parser.add_argument("--limit", type=float, default=3.0, help="ratio of means that counts as a fault (3)")
+    parser.add_argument("--limit", type=positive, default=3.0, help="ratio of means that counts as a fault (3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="argument of vLLM's engine")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
@@ -112,7 +116,12 @@ def main() -> int:
         key, equals, value = item.partition("=")
         if not equals:
             raise UserError(f"--set {item!r}: wanted KEY=VALUE, such as async_scheduling=false")
-        own[key] = yaml.safe_load(value)
+        try:
+            own[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(
+                f"--set {item!r}: {value!r} is no YAML value; wanted one such as false, 3 or text"
+            ) from error
     longest = options.prompt + options.rows * options.spacing
     spec = VllmSpec(
         str(options.checkpoint),
@@ -139,4 +148,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(guarded(main, lower="lower --rows, --spacing or --prompt"))

@@ -43,6 +43,7 @@ from attention_weights import causal, rounded, scores_of, unrounded
 from nemo_rl_dsv4.cli.guard import guarded
 from nemo_rl_dsv4.errors import UserError
 from nemo_rl_dsv4.model.fp8_gemm import scaled_linear
+from nemo_rl_dsv4.model.hf_config import read_config
 from nemo_rl_dsv4.model.weight_rounding import QuantizedWeight
 from nemo_rl_dsv4.numerics import QuantSpec, fake_quant, get_profile
 from nemo_rl_dsv4.numerics.rotary import inverse_rope_fake_quant
@@ -76,11 +77,14 @@ class Weights:
     """
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         self._files = {}
         for path in sorted(folder.glob("*.safetensors")):
-            opened = safe_open(path, framework="pt", device="cuda")
+            try:
+                opened = safe_open(path, framework="pt", device="cuda")
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path}: cannot be read as safetensors ({error}); fetch it again") from error
             self._files.update(dict.fromkeys(opened.keys(), opened))
         if not self._files:
             raise UserError(
@@ -460,7 +464,7 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if not (options.checkpoint / "config.json").is_file():
         parser.error(f"{options.checkpoint}: no config.json; wanted the folder of a checkpoint")
-    layers = json.loads((options.checkpoint / "config.json").read_text(encoding="utf-8")).get("num_hidden_layers", 0)
+    layers = read_config(options.checkpoint, for_training=options.phase == "trainer")["num_hidden_layers"]
     beyond = [number for number in options.layers or () if number >= layers]
     if beyond:
         parser.error(f"--layers {beyond[0]}: the checkpoint has layers 0 to {layers - 1}")
@@ -487,4 +491,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(guarded(main, lower="lower --prompts or --tokens"))

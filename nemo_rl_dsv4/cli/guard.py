@@ -23,19 +23,29 @@ _HOST_OUT_OF_MEMORY = (
     "policy.dsv4.cpu_processes and policy.generation.reference_cfg.num_workers; a run with checkpoints goes on with "
     "--resume"
 )
+_CPU_ALLOCATION = re.compile(
+    r"DefaultCPUAllocator: .*?(\d+) bytes|Storage size calculation overflowed|numel: integer multiplication overflow",
+    re.DOTALL,
+)
+"""What torch says, in a plain RuntimeError, of a tensor that the host cannot hold."""
 _DIED = (
     "the host may be short of memory (its kernel's log says so), or the process crashed (Ray's session folder has its "
     "log); a run with checkpoints goes on with --resume"
 )
 
 
-def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
+def guarded(command: Callable[[], int], *, debug: bool = False, lower: str | None = None) -> int:
     """Runs `command` and returns the process's exit status.
 
     A `UserError`, also one that a Ray task or actor raised, becomes one line on stderr and status 2. `debug` shows the
     traceback of what would otherwise be one line. Memory that a GPU or a host does not have, and a process of the run
     that died, are one line with what to do, and status 1. Any other exception is a defect: its traceback is always
     shown, and the status is 1.
+
+    Args:
+        command: what to run.
+        debug: show tracebacks.
+        lower: what to do where memory lacks, for a command that reads no recipe; None names a recipe's keys.
     """
     try:
         return command()
@@ -50,7 +60,7 @@ def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
         _say("interrupted")
         return INTERRUPTED
     except Exception as error:
-        reason = _lack(error)
+        reason = _lack(error, lower)
         if reason is None:
             raise
         if debug:
@@ -59,17 +69,23 @@ def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
         return FAILED
 
 
-def _lack(error: Exception) -> str | None:
+def _lack(error: Exception, lower: str | None) -> str | None:
     """What the run lacked, where an exception says so and is no defect. By names: no library is imported for it."""
     cause = getattr(error, "cause", None)
     original = cause if isinstance(cause, Exception) else error
     names = {kind.__name__ for kind in type(original).__mro__}
     if "OutOfMemoryError" in names and "RuntimeError" in names:  # torch's; Ray's of this name is no RuntimeError
-        return f"{one_line(original).partition(' Of the allocated memory')[0].rstrip('.')}; {_OUT_OF_MEMORY}"
+        return f"{one_line(original).partition(' Of the allocated memory')[0].rstrip('.')}; {lower or _OUT_OF_MEMORY}"
     if "OutOfMemoryError" in names:
         found = re.search(r"Memory on the node.*?(\S+ used / \S+ limit)", str(original), re.DOTALL)
         used = f" ({found[1]})" if found else ""
         return f"a host of the run is short of memory{used}, and Ray ended processes there; {_HOST_OUT_OF_MEMORY}"
+    asked = _CPU_ALLOCATION.search(str(original)) if "RuntimeError" in names else None
+    if asked:
+        size = f"{int(asked[1]) / 2**30:.1f} GiB" if asked[1] else "more than 2^63 bytes"
+        return f"the host cannot allocate {size} for one tensor; {lower or _HOST_OUT_OF_MEMORY}"
+    if "MemoryError" in names:
+        return f"the host is out of memory ({one_line(original)}); {lower or _HOST_OUT_OF_MEMORY}"
     if "RayActorError" in names:
         return f"a process of the run died: {one_line(original)}; {_DIED}"
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from nemo_rl_dsv4.cli.guard import guarded
 from nemo_rl_dsv4.errors import UserError
+from nemo_rl_dsv4.model.known_models import FLASH
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -59,6 +61,7 @@ def made(folder: Path, *names: str) -> Path:
     return folder
 
 
+SIX_LAYERS = {**FLASH, "num_hidden_layers": 6, "num_nextn_predict_layers": 0}
 CHECKPOINTS = [f"{version}/{name}" for version in ("v0", "v2") for name in ("config.json", "model.safetensors")]
 BUCKETS = [f"buckets{version}/bucket-00000.json" for version in (1, 2, 3)]
 
@@ -245,8 +248,27 @@ def test_attention_weights(refused: Refused, words: str, gpus: int, libraries: t
 def test_operations_name_what_they_lack_before_an_engine_starts(
     refused: Refused, tmp_path: Path, words: tuple[str, ...], wanted: str
 ) -> None:
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 6}', encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(SIX_LAYERS), encoding="utf-8")
     assert wanted in refused("vllm_operations", *(word.replace("DIR", str(tmp_path)) for word in words))
+
+
+@pytest.mark.parametrize("phase", ["engine", "trainer"])
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (b"{", "config.json: cannot be read as a model configuration"),
+        (b"\xff\xfe", "config.json: cannot be read as a model configuration"),
+        (b"[]", "config.json: holds a list; wanted a JSON object"),
+        (b'{"num_hidden_layers": "x"}', "num_hidden_layers is 'x'; wanted a whole number, 1 to 1024"),
+    ],
+)
+def test_operations_of_a_damaged_config(
+    refused: Refused, tmp_path: Path, phase: str, content: bytes, wanted: str
+) -> None:
+    """Each was a traceback of json, str or a comparison."""
+    (tmp_path / "config.json").write_bytes(content)
+    found = refused("vllm_operations", phase, str(tmp_path), str(tmp_path / "x.pt"), "--layers", "1")
+    assert wanted in found and str(tmp_path) in found
 
 
 def test_operations_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
@@ -262,3 +284,64 @@ def test_operations_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
             module.read_captured(path, "{}", "cpu")
     torch.save({**kept, "config": "{}"}, path)
     assert module.read_captured(path, "{}", "cpu")["layers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "wanted"),
+    [
+        ("hyper_connections", "--tokens 0", "--tokens: '0'; wanted a whole number, 1 or more"),
+        ("hyper_connections", "--width -5", "--width: '-5'; wanted a whole number, 1 or more"),
+        ("hyper_connections", "--vllm", "--vllm: no vllm in this environment; wanted vLLM 0.26.0"),
+        ("hyper_connections", "", "torch sees 0 GPUs here; wanted one"),
+        (
+            "attention_weights",
+            "--tokens 3000000000",
+            "--tokens: '3000000000'; wanted a whole number, at most 2147483647",
+        ),
+        ("alignment", "DIR --rows 0", "--rows: '0'; wanted a whole number, 1 or more"),
+        ("alignment", "DIR --noise nan", "--noise: 'nan'; wanted a number, 0 or more"),
+        ("alignment", "nowhere", "nowhere/config.json: cannot be read as a model configuration"),
+        ("checkpoints", "--gigabytes 0", "--gigabytes: '0'; wanted a number above 0"),
+        ("checkpoints", "--threads 0", "--threads: '0'; wanted a whole number, 1 or more"),
+        ("checkpoints", "--folder nowhere", "--folder nowhere: no such folder; make it first"),
+        ("dispatch", "--world 0", "--world: '0'; wanted a whole number, 1 or more"),
+        ("dispatch", "--limit inf", "--limit: 'inf'; wanted a number above 0"),
+        ("dispatch", "--device cpu --top-k 9", "--top-k 9: wanted at most the 8 experts (--experts)"),
+        ("fuzz_checkpoints", "--count 0", "--count: '0'; wanted a whole number, 1 or more"),
+        ("logprobs", "--vocab 0", "--vocab: '0'; wanted a whole number, 1 or more"),
+        ("logprobs", "--chunks -1", "--chunks: '-1'; wanted a whole number, 0 or more"),
+        ("numerics", "--gigabytes -1", "--gigabytes: '-1'; wanted a number above 0"),
+        ("numerics", "--device cuda", "--device cuda: torch sees 0 GPUs here; wanted one, or --device cpu"),
+        ("numerics", "--json nowhere/x.json", "--json nowhere/x.json: wanted a file in a folder that exists"),
+        ("policy", "--layers 0", "--layers: '0'; wanted a whole number, 1 or more"),
+        ("policy", "--device cuda", "--device cuda: torch sees 0 GPUs here; wanted one, or --device cpu"),
+        ("policy", "--device cpu --profile-name x", "unknown rollout profile 'x'"),
+        ("policy", "--device cpu --experts 1", "num_experts_per_tok 2 exceeds n_routed_experts 1"),
+        ("refit", "--bucket-gb 0", "--bucket-gb: '0'; wanted a number above 0"),
+        ("refit", "--hidden 100", "--hidden 100: wanted a multiple of 128"),
+        ("router_replay", "DIR --rows 0", "--rows: '0'; wanted a whole number, 1 or more"),
+        ("vllm_batches", "DIR --spacing 0", "--spacing: '0'; wanted a whole number, 1 or more"),
+        ("vllm_batches", "DIR --set a=[", "--set 'a=[': '[' is no YAML value"),
+        ("vllm_batches", "nowhere", "nowhere/config.json: cannot be read as a model configuration"),
+    ],
+)
+def test_sizes_that_cannot_be(refused: Refused, name: str, words: str, wanted: str) -> None:
+    """They ended in tracebacks of torch or statistics, or measured nothing."""
+    assert wanted in refused(name, *words.split())
+
+
+def test_a_width_that_the_engines_kernels_leave_unwritten(refused: Refused) -> None:
+    """vLLM's mixing of few tokens skips what does not fill its blocks."""
+    found = refused("hyper_connections", "--vllm", "--width", "1024", libraries=("vllm",), gpus=1)
+    assert "--width is 1024; vLLM's hyper-connection kernel needs a multiple of 2048" in found
+
+
+def test_memory_that_a_host_lacks_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`attention_weights.py --tokens 100000000` ended in a traceback of DefaultCPUAllocator. No host has 2^48 bytes."""
+    module = importlib.import_module("attention_weights")
+    monkeypatch.setattr(sys, "argv", ["attention_weights.py", "--device", "cpu", "--tokens", "2147483647"])
+    assert guarded(module.main, lower="lower --tokens") == 1
+    told = capsys.readouterr()
+    assert told.err == "error: the host cannot allocate 262144.0 GiB for one tensor; lower --tokens\n" and not told.out

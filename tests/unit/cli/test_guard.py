@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+import torch
 
 from nemo_rl_dsv4.cli.guard import guarded
 from nemo_rl_dsv4.errors import UserError
@@ -53,7 +54,6 @@ def test_a_user_error_from_a_ray_task_is_its_own_message(capsys):
 
 def test_memory_that_a_gpu_does_not_have_is_one_line(capsys):
     """Seen on an H200: the recipe's error was the last of 60 lines of a worker's traceback."""
-    import torch
     from ray.exceptions import RayTaskError
 
     text = (
@@ -66,6 +66,23 @@ def test_memory_that_a_gpu_does_not_have_is_one_line(capsys):
         said = capsys.readouterr().err
         assert said.startswith("error: CUDA out of memory. Tried to allocate 172.00 MiB.") and said.count("\n") == 1
         assert "105.56 MiB is free; lower policy.train_micro_batch_size" in said and "by PyTorch" not in said
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (lambda: torch.empty(2**61, dtype=torch.uint8), "cannot allocate 2147483648.0 GiB for one tensor"),
+        (lambda: torch.empty(2**40, 2**40), "cannot allocate more than 2^63 bytes for one tensor"),
+        (lambda: bytearray(2**62), "the host is out of memory (MemoryError)"),
+    ],
+)
+def test_memory_that_a_host_does_not_have_is_one_line(capsys, error, wanted):
+    """torch raises a plain RuntimeError; the tracebacks named no setting."""
+    assert guarded(lambda: int(error() is None)) == 1
+    said = capsys.readouterr().err
+    assert wanted in said and "lower policy.train_micro_batch_size" in said and said.count("\n") == 1
+    assert guarded(lambda: int(error() is None), lower="lower --tokens") == 1
+    assert capsys.readouterr().err.endswith("; lower --tokens\n")
 
 
 def test_a_process_that_died_is_one_line(capsys):
