@@ -89,6 +89,18 @@ def test_what_a_refit_decided_is_said_once_for_all_engines(caplog: pytest.LogCap
     assert [record.message for record in caplog.records] == ["refit: decided"]
 
 
+def end(actor: Any) -> None:
+    """Kill a process and wait for its end: it may answer one more call before."""
+    ray.kill(actor)
+    for _ in range(600):
+        try:
+            ray.get(actor.__ray_ready__.remote())
+        except RayActorError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the killed process goes on answering")
+
+
 def answers(rollout: EngineGroup) -> list[list[int]]:
     lengths = torch.tensor([3, 1, 2, 4, 2])
     data = {"input_ids": torch.ones(5, 4, dtype=torch.long), "input_lengths": lengths}
@@ -124,7 +136,7 @@ def test_a_refit_that_finds_an_engine_dead_is_made_again_for_all() -> None:
     """It died after its last batch: nobody has asked it for anything since."""
     rollout = group(Spec())
     kept, dead = rollout.actors
-    ray.kill(dead)
+    end(dead)
     assert rollout.update_weights(8)["bytes"] == 8.0
     assert rollout.restarts == 1 and rollout.actors[0] is kept and rollout.actors[1] is not dead
     assert answers(rollout) == [[length, 8, seed] for length, _, seed in WANTED]
@@ -143,7 +155,7 @@ def test_a_policy_that_sends_is_asked_again_with_the_new_engine(tmp_path: Path) 
 
     rollout, sent = group(Spec(dies_building=[str(tmp_path / "die")])), Sent()
     dead = rollout.actors[0]
-    ray.kill(dead)
+    end(dead)
     (tmp_path / "die").touch()
     rollout.update_weights(sent)
     assert rollout.restarts == 2 and [len(engines) for engines in sent.asked] == [2, 2]
