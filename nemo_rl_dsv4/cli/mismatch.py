@@ -258,13 +258,12 @@ def _on_this_machine(config: MasterConfig) -> tuple[MasterConfig, str]:
 
 def _digest(state: Mapping[str, Any]) -> str:
     """16 hex digits over names, dtypes, shapes and bytes of a checkpoint's tensors."""
-    from nemo_rl_dsv4.refit.checksum import item_checksum
-    from nemo_rl_dsv4.refit.report import combine_checksums
+    from nemo_rl_dsv4.refit.report import StreamTally
 
-    total = 0
-    for name, tensor in state.items():
-        total = combine_checksums(total, item_checksum(name, tensor))
-    return f"{total:016x}"
+    tally = StreamTally()
+    for _ in tally.watch(state.items()):
+        pass
+    return tally.report().checksum
 
 
 FIX = {

@@ -8,7 +8,7 @@ know. Then whatever holds parameter objects is pointed at the live ones, and onl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -181,8 +181,7 @@ class LiveRefit:
             yield f"{name}: no loader wrote it"
         for reference in stale_references(self.engine.model, self.references):
             yield f"{reference}: stale, it is not the live parameter"
-        if not self._good_scales(scales.values()):
-            yield from self._bad_scales(scales)
+        yield from self._bad_scales(scales)
         yield from self._compare(staged, _differing(staged, names, self.engine.read_back))
 
     def _compare(self, staged: StagedWeights, names: Sequence[str]) -> Iterator[str]:
@@ -192,21 +191,20 @@ class LiveRefit:
             if held is not None:
                 yield from _compare(name, staged, *held)
 
-    def _good_scales(self, scales: Iterable[torch.Tensor]) -> bool:
-        """Whether all of them are scales; waits for the GPU once."""
-        flags = []
-        for values in scales:
-            good = values.isfinite() & (values > 0)
-            flags.append((good & is_power_of_two(values) if self.power_of_two else good).all())
-        return all(_read(flags))
-
     def _bad_scales(self, scales: Mapping[str, torch.Tensor]) -> Iterator[str]:
-        for name, values in scales.items():
-            wrong = ~values.isfinite() | (values <= 0)
-            if bool(wrong.any()):
-                yield f"{name}: {int(wrong.sum())} scales are zero, negative or not finite"
-            elif self.power_of_two and not bool(is_power_of_two(values).all()):
+        """Findings about scales; waits for a GPU twice, and once more for each that is bad."""
+        bad = _read([_invalid(values).any() for values in scales.values()])
+        odd = _read([(~is_power_of_two(values)).any() for values in scales.values()]) if self.power_of_two else bad
+        for (name, values), is_bad, is_odd in zip(scales.items(), bad, odd, strict=True):
+            if is_bad:
+                yield f"{name}: {int(_invalid(values).sum())} scales are zero, negative or not finite"
+            elif is_odd:
                 yield f"{name}: scales are not powers of two"
+
+
+def _invalid(scales: torch.Tensor) -> torch.Tensor:
+    """Which scales are zero, negative or not finite."""
+    return ~scales.isfinite() | (scales <= 0)
 
 
 def _differing(

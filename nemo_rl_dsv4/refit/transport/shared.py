@@ -139,8 +139,9 @@ class SharedSender:
             tally.add(manifest)
             if buffer.is_cuda:
                 torch.cuda.synchronize(buffer.device)
+            fields = manifest.to_fields()
             for link, slots in zip(links, held, strict=True):
-                link.send(("bucket", slot, manifest.to_fields()))
+                link.send(("bucket", slot, fields))
                 slots.add(slot)
         report = tally.report()
         self._await_staged(links, held, report.checksum)
